@@ -77,7 +77,7 @@ def mla(cfg: ModelConfig, p: Mla, x_td: Tensor, latent_yur: Tensor, plan: Plan) 
         q_tn = project(rms_norm(q_tn, p.q_norm_r, cfg.latent_eps), p.q)
     q_thx = q_tn.unflatten(1, (cfg.heads, cfg.nope_dim + cfg.rope_dim))
     z_thr = latent_attention(
-        absorb_queries(q_thx, p.kv_hxr), latent_yur, plan.pages_by, plan.seq_t, plan.position_t,
+        absorb_queries(q_thx, p.kv_hxr, cfg.rope_dim), latent_yur, plan.pages_by, plan.seq_t, plan.position_t,
         (cfg.nope_dim + cfg.rope_dim) ** -0.5, rank=cfg.kv_rank, n_keys=plan.n_keys,
     )  # fmt: skip
     o_tn = expand_values(z_thr, p.kv_hxr, cfg.nope_dim).flatten(1)

@@ -19,10 +19,10 @@ from engine.layers import Fetch, kda, mla, mlp, moe, project
 from engine.params import Kda, Layer, Mix, Mlp, Params, RowFp8
 from engine.plan import Plan
 from engine.state import State
-from ops.attention_residual import advance_, mix_rms_norm
+from ops.attention_residual import mix_rms_norm
 from ops.embedding import gather_rows, gather_rows_fp8
 from ops.norm import rms_norm
-from ops.residual import add_, add_rms_norm_
+from ops.residual import add_, add_rms_norm_, begin_
 
 
 def step(cfg: ModelConfig, params: Params, state: State, plan: Plan, fetch: Fetch) -> tuple[Tensor, State]:
@@ -80,7 +80,7 @@ def _mixed_layers(cfg: ModelConfig, params: Params, state: State, plan: Plan, fe
         h_td = mixed(p.attention_mix, p.attention_norm_d) if i else rms_norm(x_td, p.attention_norm_d, cfg.norm_eps)
         boundary = i % cfg.residual_block == 0
         n += boundary
-        advance_(v_ntd[n], _attention(cfg, p, h_td, state, plan, i), fresh=boundary)
+        (begin_ if boundary else add_)(v_ntd[n], _attention(cfg, p, h_td, state, plan, i))
         add_(v_ntd[n], _ffn(cfg, p, mixed(p.ffn_mix, p.ffn_norm_d), fetch, i))
     return mixed(params.out_mix, params.norm_d)
 
