@@ -94,7 +94,9 @@ def generate(
     prompt: Annotated[str | None, typer.Option("--prompt", help="What to say to the model.")] = None,
     token_ids: TokenIds = None,
     system: Annotated[str | None, typer.Option("--system", help="System message before the prompt.")] = None,
-    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="Let it reason before it answers.")] = False,
+    thinking: Annotated[
+        bool, typer.Option("--thinking/--no-thinking", help="Let it reason before it answers.")
+    ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat encoding.")] = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 128,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0: the most likely token.")] = None,
@@ -102,7 +104,9 @@ def generate(
     top_p: Annotated[float | None, typer.Option("--top-p")] = None,
     min_p: Annotated[float | None, typer.Option("--min-p")] = None,
     seed: Annotated[int, typer.Option("--seed")] = 0,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer; may be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="Text that ends the answer; may be repeated.")
+    ] = None,
     prefill_chunk: Chunk = 8192,
     fast: Fast = False,
     as_json: AsJson = False,

@@ -12,7 +12,7 @@ Source: kimi-k3.md, sections 7 and 9.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.errors import RequestError
 from engine.tokenizer import StreamDecoder, Tokenizer
@@ -149,7 +149,7 @@ class ChannelParser:
     an element unknown here, is dropped.
     """
 
-    CHANNELS = {"think": "reasoning", "response": "content"}
+    CHANNELS: ClassVar = {"think": "reasoning", "response": "content"}
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool) -> None:
         self._tokenizer = tokenizer

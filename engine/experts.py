@@ -4,6 +4,8 @@ The device banks have a place for every expert, so a row's place is its expert's
 as they are. Rows come from the FTW folder through its memory map, each once.
 """
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -63,7 +65,9 @@ class ExpertStore:
                 _copy_global_(rows.global_s3[expert], bank, row, f"{bank} of layer {layer}, expert {expert}")
             elif bank.endswith("_bias"):
                 if np.any(row):
-                    raise FormatError(f"{bank} of layer {layer}, expert {expert} is not zero, want experts without biases")
+                    raise FormatError(
+                        f"{bank} of layer {layer}, expert {expert} is not zero, want experts without biases"
+                    )
             else:
                 copy_(getattr(rows, bank)[expert], row)
 
@@ -78,7 +82,7 @@ def _copy_global_(out_3: Tensor, bank: str, row: np.ndarray, name: str) -> None:
 
 
 def _allocate(reader: FtwReader, layer: int, device: torch.device) -> Rows:
-    kind = KINDS[reader.quant_format]
+    kind = KINDS[str(reader.quant_format)]
 
     def bank(field: str) -> Tensor:
         if field == "global_s3":
@@ -100,5 +104,5 @@ def _expect_room(reader: FtwReader, device: torch.device) -> None:
 
 
 def _host_free() -> int:
-    with open("/proc/meminfo") as lines:
+    with Path("/proc/meminfo").open() as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -1,6 +1,6 @@
 """Make tokens: open a model, prefill a prompt in chunks, decode one token a step.
 
-    prompt -> chunks -> step -> logits of the last token -> sample -> step -> ...
+prompt -> chunks -> step -> logits of the last token -> sample -> step -> ...
 """
 
 from collections.abc import Iterator
@@ -68,7 +68,9 @@ def new_sequence(model: Model, length: int) -> Sequence:
         CapacityError: ``length`` is more than the model was made for.
     """
     if length > model.cfg.max_positions:
-        raise CapacityError(f"prompt and answer take {length} tokens, the model has {model.cfg.max_positions} positions")
+        raise CapacityError(
+            f"prompt and answer take {length} tokens, the model has {model.cfg.max_positions} positions"
+        )
     pages = -(-length // PAGE)
     return Sequence(new_state(model.cfg, 1, pages, model.dtype, model.device), list(range(pages)))
 
@@ -113,6 +115,7 @@ def draw(logits_bv: Tensor, sampling: Sampling, position: int) -> int:
     if sampling.temperature == 0:
         token_b = argmax(logits_bv)
     else:
+
         def column(value: float, dtype: torch.dtype) -> Tensor:
             return torch.tensor([value], dtype=dtype, device=logits_bv.device)
 

@@ -1,4 +1,4 @@
-"""The layers as functions of activations, parameters and state. Nothing here computes: each line is a kernel of ``ops``.
+"""The layers as functions of activations, parameters and state. Nothing here computes: a line is a kernel of ``ops``.
 
 Source of every formula: kimi-k3.md, sections 2.3 to 2.7 and 9.
 """
@@ -53,7 +53,7 @@ def kda(cfg: ModelConfig, p: Kda, x_td: Tensor, mem_shkp: Tensor, window_scd: Te
     """Kimi delta attention. WRITTEN: rows ``plan.slot_b`` of the memory and the window."""
     heads = (-1, cfg.kda_heads, cfg.kda_head_dim)
     size = cfg.kda_heads * cfg.kda_head_dim
-    q, k, v, gate, decay_in, beta_th = project_all(x_td, p.entry)
+    q, _, _, gate, decay_in, beta_th = project_all(x_td, p.entry)
     # q, k and v are neighbours in one tensor: the convolution takes them as one slice
     qkv_tc = q.as_strided((len(x_td), 3 * size), q.stride(), q.storage_offset())
     y_tc = causal_conv_silu(qkv_tc, p.conv_cj, window_scd, plan.seq_t, plan.start_b, plan.slot_b, plan.past_b)

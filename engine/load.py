@@ -73,7 +73,9 @@ def _kda(cfg: ModelConfig, s: Source, at: str) -> Kda:
     low_rank = f"{at}.g_a_proj.weight" in s.reader.names
     entry = stack(s, [f"{at}.{name}_proj" for name in ("q", "k", "v", "g_a" if low_rank else "g", "f_a", "b")])
     if entry.splits[0][:3] != (size, size, size):
-        raise FormatError(f"{at}: rows and formats of q, k and v are {entry.splits}, want {size} rows each in one format")
+        raise FormatError(
+            f"{at}: rows and formats of q, k and v are {entry.splits}, want {size} rows each in one format"
+        )
     return Kda(
         entry=entry,
         decay=weight(s, f"{at}.f_b_proj", (size, cfg.kda_head_dim)),

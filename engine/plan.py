@@ -48,7 +48,11 @@ def make_plan(chunks: list[Chunk], device: torch.device) -> Plan:
     Raises:
         CapacityError: a chunk reaches past the pages it was given.
     """
-    ids, position, seq, place, start, wanted = [], [], [], [], [0], []
+    ids: list[int] = []
+    position: list[int] = []
+    seq: list[int] = []
+    place: list[int] = []
+    start, wanted = [0], []
     for b, chunk in enumerate(chunks):
         end = chunk.past + len(chunk.ids)
         if end > len(chunk.pages) * PAGE:

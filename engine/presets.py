@@ -65,7 +65,9 @@ KIMI_K3: dict[str, Any] = {
 }
 
 
-def scale(config: dict[str, Any], *, layers: int, kda_heads: int, kda_head_dim: int = 128, **text: Any) -> dict[str, Any]:
+def scale(
+    config: dict[str, Any], *, layers: int, kda_heads: int, kda_head_dim: int = 128, **text: Any
+) -> dict[str, Any]:
     """Return ``config`` with fewer layers and other widths; every rule of the architecture stays.
 
     Args:

@@ -114,6 +114,8 @@ def _read_names(path: Path, base: int) -> dict[int, str]:
     outside = [slot for slot in names if not base <= slot < base + SPECIAL_SLOTS]
     if outside:
         raise EngineError(f"{path} names slot {outside[0]}, want {base} to {base + SPECIAL_SLOTS - 1}")
+    if len(set(names.values())) < len(names):
+        raise EngineError(f"{path} gives two slots one name, want a name of its own for each")
     return names
 
 

@@ -11,7 +11,8 @@ import re
 from typing import NamedTuple
 
 from formats.errors import FormatError
-from formats.ftw import ITEM_BYTES, Entry, Index
+from formats.ftw import Index
+from formats.layout import ITEM_BYTES, Entry
 
 KIND = "experts_bank"
 FORMATS = ("nvfp4", "mxfp4_triton", "bf16")

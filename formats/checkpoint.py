@@ -136,7 +136,8 @@ def _wants(
     config: dict[str, Any], tensors: dict[str, Tensor], geometry: ExpertGeometry, expert_format: str
 ) -> Iterator[tuple[str, Want]]:
     """Every tensor that the checkpoint must have."""
-    scaled = {name.removesuffix(".weight_scale") for name in tensors if name.endswith("_proj.weight_scale")}
+    scales = (name for name in tensors if name.endswith(".weight_scale") and ".experts." not in name)
+    scaled = {name.removesuffix(".weight_scale") for name in scales}
     yield from source_inventory(config, scaled).items()
     expert = expert_inventory(geometry, expert_format) if geometry.layers else {}
     for layer in geometry.layers:

@@ -5,7 +5,6 @@ The index comes last, so a folder that has one is complete; until then the journ
 """
 
 import hashlib
-import os
 import shutil
 import time
 from collections import deque
@@ -28,8 +27,10 @@ from formats.digests import (
     save_digests,
 )
 from formats.errors import FormatError
-from formats.ftw import INDEX_NAME, SHARD_LIMIT, Entry, Index, Shard, extents, index_bytes, layout, padded
+from formats.ftw import INDEX_NAME, Index, index_bytes
 from formats.journal import JOURNAL_NAME, Journal
+from formats.layout import SHARD_LIMIT, Entry, layout, padded
+from formats.region import ShardWriter, sync, trim
 from formats.source import QUANT_FORMATS, Item, inexact_globals, items
 
 # Blocks made ahead of the one being written.
@@ -57,45 +58,6 @@ class Block(NamedTuple):
     entry: Entry
     data: memoryview
     digests: list[bytes] | None
-
-
-class ShardWriter:
-    """Owns the shard file that is being written."""
-
-    def __init__(self, root: Path, shards: Sequence[Shard]) -> None:
-        self._root, self._shards = root, shards
-        self._file, self._fd = "", -1
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Put bytes at an offset of the region."""
-        for file, begin, nbytes in extents(self._shards, offset, len(data)):
-            self._open(file)
-            end = begin + nbytes
-            while begin < end:
-                n = os.pwrite(self._fd, data[: end - begin], begin)
-                begin += n
-                data = data[n:]
-
-    def sync(self) -> None:
-        """Return when everything written is on the drive."""
-        if self._fd >= 0:
-            os.fsync(self._fd)
-
-    def close(self) -> None:
-        """Give up the file; what was written is on the drive."""
-        if self._fd >= 0:
-            self.sync()
-            # A conversion of terabytes shall not push everything else out of memory.
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(self._fd)
-            self._file, self._fd = "", -1
-
-    def _open(self, file: str) -> None:
-        if file != self._file:
-            self.close()
-            self._fd = os.open(self._root / file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            self._file = file
-            _sync(self._root)
 
 
 def convert(
@@ -137,9 +99,9 @@ def convert(
         bank_layers=len(checkpoint.geometry.layers) if banks else None,
         extra={"copied_metadata": _metadata(source), "fingerprint_kind": FINGERPRINT_KIND},
     )
-    made = not out.exists()
+    _expect_room(source, index)
     out.mkdir(parents=True, exist_ok=True)
-    resumed, index = _write(checkpoint, todo, index, progress or (lambda *_: None), made)
+    resumed, index = _write(checkpoint, todo, index, progress or (lambda *_: None))
     return Report(
         str(out),
         str(index.fingerprint),
@@ -168,35 +130,30 @@ def _check_folders(source: Path, out: Path, resume: bool) -> None:
     raise FormatError(f"{out} is not empty and holds no unfinished conversion, want a new or empty folder")
 
 
-def _write(checkpoint: Checkpoint, todo: list[Item], index: Index, progress: Progress, made: bool) -> tuple[int, Index]:
+def _write(checkpoint: Checkpoint, todo: list[Item], index: Index, progress: Progress) -> tuple[int, Index]:
     """Write what is missing; returns the bytes that were there, and the finished index."""
     root = index.root
-    journal = None
+    journal = Journal(root, _identity(checkpoint, index), [n_digests(entry) for entry in index.entries])
     try:
-        _expect_room(checkpoint.root, index)
-        journal = Journal(root, _identity(checkpoint, index), [n_digests(entry) for entry in index.entries])
         done = len(journal.done)
         begin = index.entries[done].offset if done < len(index.entries) else index.total_bytes
         if done < len(index.entries):
             (root / INDEX_NAME).unlink(missing_ok=True)
-            _sync(root)
-        _trim(index, begin)
+            sync(root)
+        trim(index, begin)
         _write_entries(todo, index, journal, progress)
         return begin, _finish(checkpoint.root, index, journal)
     finally:
-        if journal:
-            journal.close()
-        elif made:
-            root.rmdir()
+        journal.close()
 
 
 def _expect_room(source: Path, index: Index) -> None:
-    held = sum(path.stat().st_size for path in index.root.iterdir() if path.is_file())
+    held = sum(path.stat().st_size for path in index.root.glob("*") if path.is_file())
     copied = sum((source / name).stat().st_size for name in index.extra["copied_metadata"])
     # The side file, and the journal, which holds digests as hexadecimal text.
     digests = 3 * DIGEST_BYTES * sum(map(n_digests, index.entries))
     wanted = index.total_bytes + copied + digests + 512 * len(index.entries) - held
-    free = shutil.disk_usage(index.root).free
+    free = shutil.disk_usage(next(path for path in (index.root, *index.root.parents) if path.exists())).free
     if wanted > free:
         raise FormatError(f"{index.root} has {free / 2**30:.2f} GiB free, want {wanted / 2**30:.2f} GiB more")
 
@@ -215,20 +172,6 @@ def _identity(checkpoint: Checkpoint, index: Index) -> str:
             )
         )
     ).hexdigest()
-
-
-def _trim(index: Index, begin: int) -> None:
-    """Cut off whatever lies beyond the finished entries."""
-    for shard in index.shards:
-        path = index.root / shard.file
-        kept = min(max(begin - shard.offset, 0), shard.nbytes)
-        length = path.stat().st_size if path.exists() else 0
-        if length < kept:
-            raise FormatError(f"{path} is {length} bytes long, want {kept} that the journal calls finished")
-        if kept:
-            os.truncate(path, kept)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def _write_entries(todo: list[Item], index: Index, journal: Journal, progress: Progress) -> None:
@@ -254,7 +197,7 @@ def _blocks(todo: list[Item], entries: Sequence[Entry]) -> Iterator[Block]:
     for item, entry in zip(todo, entries, strict=True):
         digests = RowDigests(entry.nbytes, n_digests(entry))
         for array in item.blocks():
-            data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             digests.update(data)
             yield Block(entry, data, None)
         yield Block(entry, memoryview(b""), digests.done)
@@ -275,17 +218,17 @@ def _finish(source: Path, index: Index, journal: Journal) -> Index:
     for name in index.extra["copied_metadata"]:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source / name, root / name)
-        _sync(root / name)
+        sync(root / name)
     digests = np.frombuffer(b"".join(b"".join(rows) for rows in journal.done), np.uint8).reshape(-1, DIGEST_BYTES)
     save_digests(root, digests)
     index = replace(index, fingerprint=fingerprint(index.entries, digests))
     temporary = root / f"{INDEX_NAME}.tmp"
     temporary.write_bytes(index_bytes(index))
-    _sync(temporary)
+    sync(temporary)
     temporary.replace(root / INDEX_NAME)
-    _sync(root)
+    sync(root)
     journal.remove()
-    _sync(root)
+    sync(root)
     return index
 
 
@@ -302,11 +245,3 @@ def _metadata(source: Path) -> list[str]:
         and path.name not in names
         and not folders.intersection(path.relative_to(source).parent.parts)
     )
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -15,7 +15,8 @@ import numpy as np
 
 from formats.banks import KIND
 from formats.errors import FormatError
-from formats.ftw import Entry, Index
+from formats.ftw import Index
+from formats.layout import Entry
 
 DIGESTS_NAME = "rowstream_digests.npy"
 DIGEST_BYTES = 16

@@ -117,10 +117,10 @@ def f32_to_e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def f32_to_e2m1(x: np.ndarray) -> np.ndarray:
-    """Round to the nearest e2m1, ties to even; beyond 6 saturates. Returns codes 0..15, one a byte."""
+    """Round to the nearest e2m1, ties to even; beyond 6 saturates. Returns codes, one a byte; -0.0 gives code 0."""
     magnitude = np.abs(x)
     code = np.zeros(x.shape, np.uint8)
     for step, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         # Middle `step` lies between codes `step` and `step + 1`; a tie goes to the even one.
         code += magnitude >= middle if step % 2 else magnitude > middle
-    return code | (np.signbit(x).astype(np.uint8) << 3)
+    return code | ((x < 0).astype(np.uint8) << 3)

@@ -76,7 +76,8 @@ def expert_geometry(config: Mapping[str, Any]) -> ExpertGeometry:
     text = text_config(config)
     if not text.get("num_experts"):
         return ExpertGeometry((), 0, 0, 0)
-    first, step = text.get("first_k_dense_replace", 0), text.get("moe_layer_freq", 1)
+    first = _size(text, "first_k_dense_replace") if text.get("first_k_dense_replace") else 0
+    step = _size(text, "moe_layer_freq") if "moe_layer_freq" in text else 1
     layers = tuple(i for i in range(_size(text, "num_hidden_layers")) if i >= first and i % step == 0)
     width = "routed_expert_hidden_size" if text.get("routed_expert_hidden_size") else "hidden_size"
     return ExpertGeometry(layers, _size(text, "num_experts"), _size(text, "moe_intermediate_size"), _size(text, width))
@@ -96,7 +97,7 @@ def source_inventory(config: Mapping[str, Any], fp8: Collection[str] = ()) -> di
     for name, want in _trunk(config):
         rows, *rest = want.shapes[0]
         module = name.removesuffix(".weight")
-        if module in fp8 and module.endswith("_proj") and rest and rows > 1:
+        if module in fp8 and "_proj" in module.rpartition(".")[2] and rest and rows > 1:
             blocks = -(-rows // FP8_BLOCK), -(-rest[0] // FP8_BLOCK)
             wants[name] = Want(("float8_e4m3fn",), want.shapes)
             wants[f"{name}_scale"] = Want(("float32",), ((blocks[0], 1, blocks[1], 1), blocks))
@@ -114,7 +115,9 @@ def _trunk(config: Mapping[str, Any]) -> Iterator[tuple[str, Want]]:
     text = text_config(config)
     width, vocab, mixes = _size(text, "hidden_size"), _size(text, "vocab_size"), bool(text.get("attn_res_block_size"))
     single = SINGLE if config["model_type"] == "kimi_k3" else PLAIN
-    full = set(text["linear_attn_config"].get("full_attn_layers") or ())
+    full = text["linear_attn_config"].get("full_attn_layers")
+    if not isinstance(full, list):
+        raise FormatError(f"config.json has full_attn_layers {full!r}, want a list of layers from 1")
     moe = expert_geometry(config).layers
     yield "model.embed_tokens.weight", _matrix(vocab, width)
     for i in range(_size(text, "num_hidden_layers")):

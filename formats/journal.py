@@ -1,14 +1,16 @@
 """What an unfinished conversion has put on the drive.
 
 ``rowstream_journal.jsonl``: the first line is the identity of source and options, then one line per finished entry, in
-order, with its digests. A line is written after its bytes are on the drive, so lines may be trusted; whatever follows the
-last whole line is a write that was cut off.
+order, with its digests. A line is written after its bytes are on the drive, so lines may be trusted; whatever follows
+the last whole line is a write that was cut off.
 """
 
 import fcntl
 import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 from formats.digests import DIGEST_BYTES
 from formats.errors import FormatError
@@ -59,9 +61,10 @@ class Journal:
         done = []
         for number, (line, count) in enumerate(zip(lines[1:], rows, strict=False)):
             record = _parse(line)
-            digests = bytes.fromhex(record.get("digests", ""))
-            if record.get("entry") != number or len(digests) != count * DIGEST_BYTES:
+            text = str(record.get("digests"))
+            if record.get("entry") != number or not re.fullmatch(rf"[0-9a-f]{{{2 * DIGEST_BYTES * count}}}", text):
                 break
+            digests = bytes.fromhex(text)
             done.append([digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)])
         os.ftruncate(self._fd, sum(map(len, lines[: 1 + len(done)])))
         return done
@@ -87,7 +90,7 @@ class Journal:
         self._path.unlink()
 
 
-def _parse(line: bytes) -> dict[str, str]:
+def _parse(line: bytes) -> dict[str, Any]:
     """A whole line's object; empty for a line that was cut off."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else {}

@@ -49,7 +49,7 @@ def nvfp4_quantize(w_nk: np.ndarray, global_scale: float | None = None) -> tuple
     w_ngk = _groups(w_nk, NVFP4_GROUP)
     largest_ng = np.abs(w_ngk).max(axis=-1)
     if global_scale is None:
-        global_scale = float(largest_ng.max(initial=0.0)) / (E2M1_MAX * E4M3_MAX) or 1.0
+        global_scale = largest_ng.max(initial=np.float32(0)) / np.float32(E2M1_MAX * E4M3_MAX) or 1.0
     factor = np.float32(global_scale)
     wanted_ng = np.clip(largest_ng / (np.float32(E2M1_MAX) * factor), E4M3_TINY, E4M3_MAX)
     scale_ng = f32_to_e4m3(np.where(largest_ng > 0, wanted_ng, 1))
@@ -58,9 +58,9 @@ def nvfp4_quantize(w_nk: np.ndarray, global_scale: float | None = None) -> tuple
 
 
 def nvfp4_dequantize(packed_nj: np.ndarray, scale_ng: np.ndarray, global_scale: float | np.floating) -> np.ndarray:
-    """float32 weights [n, k] of NVFP4: code * scale is exact, the product with the global scale rounds once."""
-    scale_nk = np.repeat(e4m3_to_f32(scale_ng), NVFP4_GROUP, axis=-1)
-    return unpack_e2m1(packed_nj) * scale_nk * np.float32(global_scale)
+    """float32 weights [n, k] of NVFP4. The two scales are multiplied first, as ModelOpt does; both products round."""
+    scale_ng = e4m3_to_f32(scale_ng) * np.float32(global_scale)
+    return unpack_e2m1(packed_nj) * np.repeat(scale_ng, NVFP4_GROUP, axis=-1)
 
 
 def mxfp4_quantize(w_nk: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,8 @@ import numpy as np
 from formats.banks import RowFormat, find_banks
 from formats.dtypes import DTYPES
 from formats.errors import FormatError
-from formats.ftw import Entry, Extent, Index, extents, read_index
+from formats.ftw import Index, read_index
+from formats.layout import Entry, Extent, extents
 from formats.safetensors import parse_json
 
 

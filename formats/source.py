@@ -1,7 +1,7 @@
 """Every tensor of an FTW folder, and how its bytes are made from a checkpoint.
 
-Residents come first in the model's order, then layer by layer the banks of the experts. Bytes are made in blocks of a few
-MB, read from the source when they are asked for.
+Residents come first in the model's order, then layer by layer the banks of the experts. Bytes are made in blocks of a
+few MB, read from the source when they are asked for.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ from formats.banks import KIND, bank_rows
 from formats.checkpoint import Checkpoint
 from formats.dtypes import DTYPES, e4m3_to_f32, f32_to_bf16
 from formats.errors import FormatError
-from formats.ftw import Spec
 from formats.inventory import FP8_BLOCK, Resident, expert_prefix, ftw_inventory
+from formats.layout import Spec
 from formats.safetensors import Tensor, read
 
 BLOCK_BYTES = 16 * 2**20
@@ -56,16 +56,16 @@ def inexact_globals(source: Checkpoint) -> int:
         for expert in range(source.geometry.experts):
             for matrix in ("w1", "w3", "w2"):
                 scale, stored = _global(source, f"{expert_prefix(layer, expert)}{matrix}.weight_scale_2")
-                count += scale != stored
+                count += scale != float(stored)
     return count
 
 
-def _global(source: Checkpoint, name: str) -> tuple[np.float32, np.float16]:
-    scale = read(source.tensors[name]).reshape(())[()]
+def _global(source: Checkpoint, name: str) -> tuple[float, np.float16]:
+    scale = float(read(source.tensors[name]).reshape(())[()])
     with np.errstate(over="ignore"):
         stored = np.float16(scale)
     if not 0 < stored < np.inf:
-        raise FormatError(f"{source.tensors[name].file}: {name} is {scale}, want a number that float16 holds")
+        raise FormatError(f"{source.tensors[name].file}: {name} is {scale:g}, want a number that float16 holds")
     return scale, stored
 
 

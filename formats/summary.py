@@ -35,7 +35,9 @@ def summarize(path: Path) -> dict[str, Any]:
         "quant_format": reader.quant_format,
         "expert_layers": reader.layers,
         "experts": reader.experts,
-        "banks": {name: {"dtype": row.dtype, "row": list(row.shape), "row_bytes": row.nbytes} for name, row in banks.items()},
+        "banks": {
+            name: {"dtype": row.dtype, "row": list(row.shape), "row_bytes": row.nbytes} for name, row in banks.items()
+        },
         "row_bytes": sum(row.nbytes for row in banks.values()),
         "tensors": len(index.entries),
         "bytes_by_dtype": dict(sorted(bytes_by_dtype.items())),

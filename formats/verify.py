@@ -12,7 +12,8 @@ import numpy as np
 from formats.banks import KIND, find_banks
 from formats.digests import DIGEST_BYTES, FINGERPRINT_KIND, fingerprint, load_digests, n_digests
 from formats.errors import FormatError
-from formats.ftw import Index, extents, read_index
+from formats.ftw import Index, read_index
+from formats.layout import extents
 
 BLOCK_BYTES = 16 * 2**20
 

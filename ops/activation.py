@@ -120,7 +120,9 @@ def situ_gate(x_t2f: Tensor, beta: float, linear_beta: float | None) -> Tensor:
 
 def _glu(x_t2f: Tensor, beta: float | None, linear_beta: float | None) -> Tensor:
     n_tokens, width = x_t2f.shape
-    expect(width % 2 == 0 and x_t2f.stride(1) == 1, f"x_t2f is {describe(x_t2f)}, want an even last axis of unit stride")
+    expect(
+        width % 2 == 0 and x_t2f.stride(1) == 1, f"x_t2f is {describe(x_t2f)}, want an even last axis of unit stride"
+    )
     y_tf = torch.empty(n_tokens, width // 2, dtype=x_t2f.dtype, device=x_t2f.device)
     rows, columns = tiles(width // 2, x_t2f.device.type)
     if n_tokens:
@@ -159,8 +161,8 @@ def sigmoid_gate(x_tn: Tensor, gate_tn: Tensor) -> Tensor:
 
 def compile_specs() -> list[Spec]:
     """Kimi K3: shared experts' gate, MLA's output gate."""
-    pointers = {name: "*bf16" for name in ("x_ptr", "g_ptr", "y_ptr")}
-    scalars = {name: "i32" for name in ("stride_x", "stride_g", "stride_y", "n_tokens")}
+    pointers = dict.fromkeys(("x_ptr", "g_ptr", "y_ptr"), "*bf16")
+    scalars = dict.fromkeys(("stride_x", "stride_g", "stride_y", "n_tokens"), "i32")
     situ = {"F": 6144, "BETA": 4.0, "LINEAR_BETA": 25.0, "BLOCK_T": 1, "BLOCK_F": 2048}
     gate = {"N": 12288, "BLOCK_T": 1, "BLOCK_N": 2048}
     return [

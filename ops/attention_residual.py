@@ -82,7 +82,7 @@ def mix_rms_norm(v_ntd: Tensor, count: int, w_d: Tensor, p_d: Tensor, gain_d: Te
 
 def compile_specs() -> list[Spec]:
     """Kimi K3's width."""
-    types = {name: "*bf16" for name in ("v_ptr", "w_ptr", "p_ptr", "gain_ptr", "y_ptr")}
+    types = dict.fromkeys(("v_ptr", "w_ptr", "p_ptr", "gain_ptr", "y_ptr"), "*bf16")
     types |= {"stride_v": "i64", "count": "i32", "n_tokens": "i32", "eps": "fp32"}
     mix = {"D": 7168, "BLOCK_T": 1, "BLOCK_D": 8192}
     return [Spec("mix_rms_norm", _mix_rms_norm_kernel, types, mix, {"num_warps": 16})]

@@ -30,7 +30,7 @@ def dot_dtype(x: Tensor) -> tl.dtype:
 @triton.jit
 def cast(x, DTYPE: tl.constexpr):
     """Round fp32 ``x`` to nearest even in DTYPE (bf16, fp16 or fp32); NaN stays NaN."""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         u = x.to(tl.uint32, bitcast=True)
         rounded = ((u + 0x7FFF + ((u >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
         x = tl.where(x == x, rounded, x)

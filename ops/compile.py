@@ -43,7 +43,9 @@ def compile_for(spec: Spec, capability: int) -> Compiled:
     signature = {name: spec.signature.get(name, "constexpr") for name in names}
     divisible = [["tt.divisibility", 16]]
     attrs = {
-        (at,): divisible for at, name in enumerate(names) if name.startswith("stride") or signature[name].startswith("*")
+        (at,): divisible
+        for at, name in enumerate(names)
+        if name.startswith("stride") or signature[name].startswith("*")
     }
     source = ASTSource(spec.kernel, signature, {(names.index(k),): v for k, v in spec.constexprs.items()}, attrs)
     compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=spec.options)

@@ -1,6 +1,6 @@
 """Rows of a table: token embeddings, or the activations of chosen tokens.
 
-    y[t, d] = table[ids[t], d]  (* scale[ids[t]] for an e4m3 table)
+y[t, d] = table[ids[t], d]  (* scale[ids[t]] for an e4m3 table)
 """
 
 import torch
@@ -87,7 +87,7 @@ def _gather(ids_t: Tensor, table_vd: Tensor, scale_v: Tensor | None, out_td: Ten
 def compile_specs() -> list[Spec]:
     """Kimi K3's embedding, bf16 and FP8."""
     types = {"ids_ptr": "*i32", "scale_ptr": "*fp32", "y_ptr": "*bf16"}
-    types |= {name: "i32" for name in ("stride_table", "stride_y", "n_tokens")}
+    types |= dict.fromkeys(("stride_table", "stride_y", "n_tokens"), "i32")
     sizes = {"D": 7168, "BLOCK_T": 1, "BLOCK_D": 1024}
     return [
         Spec("gather_rows", _gather_kernel, types | {"table_ptr": "*bf16"}, sizes | {"FP8": False}, {"num_warps": 4}),

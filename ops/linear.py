@@ -144,7 +144,9 @@ def _launch(x_tk: Tensor, w_nk: Tensor, scale: Tensor, kind: str, block: int, ou
     n_tokens, (n, k) = len(x_tk), w_nk.shape
     if out_tn is None:
         out_tn = torch.empty(n_tokens, n, dtype=x_tk.dtype, device=x_tk.device)
-    expect(x_tk.shape[1] == k and x_tk.stride(1) == 1, f"x_tk is {describe(x_tk)}, want [T, {k}] of unit stride along k")
+    expect(
+        x_tk.shape[1] == k and x_tk.stride(1) == 1, f"x_tk is {describe(x_tk)}, want [T, {k}] of unit stride along k"
+    )
     expect(w_nk.is_contiguous(), f"w_nk is {describe(w_nk)}, want it contiguous")
     expect(
         out_tn.shape == (n_tokens, n) and out_tn.stride(1) == 1,
@@ -163,13 +165,22 @@ def _launch(x_tk: Tensor, w_nk: Tensor, scale: Tensor, kind: str, block: int, ou
 
 def compile_specs() -> list[Spec]:
     """Kimi K3's linear layers in each format, and the router in fp32 out."""
-    types = {"x_ptr": "*bf16", "s_ptr": "*fp32", "y_ptr": "*bf16", "stride_x": "i32", "stride_y": "i32", "n_tokens": "i32"}
+    types = {
+        "x_ptr": "*bf16",
+        "s_ptr": "*fp32",
+        "y_ptr": "*bf16",
+        "stride_x": "i32",
+        "stride_y": "i32",
+        "n_tokens": "i32",
+    }
 
     def spec(name: str, w: str, kind: str, n: int, k: int, fp32: bool = False) -> Spec:
         tile = tiles(n, k, "cuda", fp32)
         sizes = {"N": n, "K": k, "SCALE": kind, "BLOCK_S": 128, "DOT": tl.float32 if fp32 else tl.bfloat16}
         sizes |= {"BLOCK_T": TOKENS, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
-        return Spec(name, _linear_kernel, types | {"w_ptr": w}, sizes, {"num_warps": tile.warps, "num_stages": tile.stages})
+        return Spec(
+            name, _linear_kernel, types | {"w_ptr": w}, sizes, {"num_warps": tile.warps, "num_stages": tile.stages}
+        )
 
     return [
         spec("linear", "*bf16", "none", 14336, 7168),

@@ -37,7 +37,8 @@ def normalise(x, w, eps, D: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, w_ptr, y_ptr, stride_x, stride_y, eps, n_tokens, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
+    x_ptr, w_ptr, y_ptr, stride_x, stride_y, eps, n_tokens, D: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # one program per block of tokens
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
@@ -131,7 +132,7 @@ def gated_rms_norm(o_thp: Tensor, gate_thp: Tensor, w_p: Tensor, eps: float, dty
 def compile_specs() -> list[Spec]:
     """Kimi K3: a layer's input norm; the KDA output norm."""
     pointers = {"x_ptr": "*bf16", "y_ptr": "*bf16", "w_ptr": "*bf16", "o_ptr": "*fp32", "g_ptr": "*bf16"}
-    strides = {name: "i32" for name in ("stride_x", "stride_y", "stride_o", "stride_g", "n_tokens", "n_rows")}
+    strides = dict.fromkeys(("stride_x", "stride_y", "stride_o", "stride_g", "n_tokens", "n_rows"), "i32")
     types = pointers | strides | {"eps": "fp32"}
     plain = {"D": 7168, "BLOCK_T": 1, "BLOCK_D": 8192}
     gated = {"H": 96, "P": 128, "BLOCK_R": 4, "BLOCK_P": 128}

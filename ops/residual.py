@@ -1,6 +1,6 @@
 """Residual streams: begin one, add to one, add and normalise.
 
-    x <- round(y)              x <- round(x + y)              z = rms_norm(x)
+x <- round(y)              x <- round(x + y)              z = rms_norm(x)
 """
 
 import torch
@@ -115,7 +115,7 @@ def _expect_alike(x_td: Tensor, y_td: Tensor) -> None:
 
 def compile_specs() -> list[Spec]:
     """Kimi K3's and Kimi-Linear's width."""
-    types = {name: "*bf16" for name in ("x_ptr", "y_ptr", "w_ptr", "z_ptr")}
+    types = dict.fromkeys(("x_ptr", "y_ptr", "w_ptr", "z_ptr"), "*bf16")
     types |= {"n": "i32", "n_tokens": "i32", "eps": "fp32"}
     return [
         Spec("add", _add_kernel, types, {"FRESH": False, "BLOCK": 1024}, {"num_warps": 4}),

@@ -37,7 +37,7 @@ def _unit_lower_inverse(below):
     return inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def _prepare_kernel(
     q_ptr, k_ptr, decay_ptr, beta_ptr, a_log_ptr, dt_bias_ptr, pairs_ptr, solve_ptr, start_ptr,
     stride_q, stride_k, stride_decay, stride_beta, most,
@@ -53,7 +53,7 @@ def _prepare_kernel(
     t = first + nth * 16 + i
     row = t < last
     q_at, k_at, a_at = q_ptr + t * stride_q + h * K, k_ptr + t * stride_k + h * K, decay_ptr + t * stride_decay + h * K
-    a_log = tl.load(a_log_ptr + h)
+    a_log = tl.load(a_log_ptr + h).to(tl.float32)
     qk, kk = tl.zeros((16, 16), tl.float32), tl.zeros((16, 16), tl.float32)
     q_square, k_square = tl.zeros((16,), tl.float32), tl.zeros((16,), tl.float32)
     lower = (i[:, None] >= i[None, :])[:, :, None]
@@ -62,7 +62,7 @@ def _prepare_kernel(
         q = tl.load(q_at[:, None] + c0 + c, mask=live, other=0.0).to(tl.float32)
         k = tl.load(k_at[:, None] + c0 + c, mask=live, other=0.0).to(tl.float32)
         a = tl.load(a_at[:, None] + c0 + c, mask=live, other=0.0).to(tl.float32)
-        bias = tl.load(dt_bias_ptr + h * K + c0 + c, mask=c0 + c < K, other=0.0)[None, :]
+        bias = tl.load(dt_bias_ptr + h * K + c0 + c, mask=c0 + c < K, other=0.0).to(tl.float32)[None, :]
         g = tl.cumsum(tl.where(live, log_decay(a, a_log, bias, LOWER), 0.0), axis=0)
         decay = tl.exp(tl.where(lower, g[:, None, :] - g[None, :, :], -float("inf"))) * k[None, :, :]
         qk += tl.sum(q[:, None, :] * decay, axis=2)
@@ -94,8 +94,8 @@ def _carry_kernel(
     mem_at = mem_ptr + (slot * H + h) * K * P + k[:, None] * P + p[None, :]
     known = k < tl.where(tl.load(past_ptr + b) > 0, K, 0)  # a new sequence's slot is not read
     mem = tl.load(mem_at, mask=live & known[:, None], other=0.0)
-    a_log = tl.load(a_log_ptr + h)
-    bias = tl.load(dt_bias_ptr + h * K + k, mask=k < K, other=0.0)[None, :]
+    a_log = tl.load(a_log_ptr + h).to(tl.float32)
+    bias = tl.load(dt_bias_ptr + h * K + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
     for t0 in range(first, last, 16):
         t = (t0 + i)[:, None]
         live_k = (t < last) & (k < K)[None, :]
@@ -154,10 +154,10 @@ def kda_chunk_(
 
 def compile_specs() -> list[Spec]:
     """Kimi K3: 96 heads of 128 x 128."""
-    types = {name: "*bf16" for name in ("q_ptr", "k_ptr", "v_ptr", "decay_ptr", "beta_ptr")}
-    types |= {name: "*fp32" for name in ("mem_ptr", "a_log_ptr", "dt_bias_ptr", "pairs_ptr", "solve_ptr", "o_ptr")}
-    types |= {name: "*i32" for name in ("start_ptr", "slot_ptr", "past_ptr")}
-    types |= {name: "i32" for name in ("stride_q", "stride_k", "stride_v", "stride_decay", "stride_beta", "most")}
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "decay_ptr", "beta_ptr"), "*bf16")
+    types |= dict.fromkeys(("mem_ptr", "a_log_ptr", "dt_bias_ptr", "pairs_ptr", "solve_ptr", "o_ptr"), "*fp32")
+    types |= dict.fromkeys(("start_ptr", "slot_ptr", "past_ptr"), "*i32")
+    types |= dict.fromkeys(("stride_q", "stride_k", "stride_v", "stride_decay", "stride_beta", "most"), "i32")
     sizes = {"H": 96, "K": 128, "LOWER": -5.0, "SCALE": 128**-0.5}
     carry = sizes | {"P": 128, "BLOCK_K": 128, "BLOCK_P": 16}
     return [

@@ -42,7 +42,7 @@ def _conv_kernel(
         now = tl.load(x_ptr + source * stride_x + c, mask=live & here, other=0.0).to(tl.float32)
         before = window_ptr + (slot * (TAPS - 1) + row) * C + c
         then = tl.load(before, mask=live & seen & (source < first), other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + c * TAPS + j, mask=c < C, other=0.0)
+        w = tl.load(w_ptr + c * TAPS + j, mask=c < C, other=0.0).to(tl.float32)
         y += w * tl.where(here, now, then)
     y *= tl.sigmoid(y)
     tl.store(y_ptr + t * C + c, cast(y, y_ptr.dtype.element_ty), mask=live)
@@ -50,7 +50,8 @@ def _conv_kernel(
 
 @triton.jit
 def _window_kernel(
-    window_ptr, x_ptr, start_ptr, slot_ptr, past_ptr, stride_x, C: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr
+    window_ptr, x_ptr, start_ptr, slot_ptr, past_ptr, stride_x,
+    C: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     # one program per sequence and block of channels; rows ascend, so none is read after it was written
     b = tl.program_id(0)
@@ -74,7 +75,7 @@ def causal_conv_silu(
 
     Args:
         x_tc: inputs, bf16 or fp32, unit stride along c.
-        w_cj: taps, fp32, contiguous.
+        w_cj: taps, any float dtype, contiguous.
         window_src: earlier inputs of each slot, contiguous; a slot whose ``past`` is 0 is not read.
         seq_t: int32, sequence of a token.
         start_b: int32 [B + 1], first token of each sequence.
@@ -89,8 +90,9 @@ def causal_conv_silu(
     """
     (n_tokens, channels), taps = x_tc.shape, w_cj.shape[1]
     _expect_window(window_src, x_tc, taps)
-    expect(w_cj.shape == (channels, taps) and w_cj.is_contiguous(), f"w_cj is {describe(w_cj)}, want [{channels}, taps]")
-    expect(w_cj.dtype == torch.float32, f"w_cj is {describe(w_cj)}, want float32")
+    expect(
+        w_cj.shape == (channels, taps) and w_cj.is_contiguous(), f"w_cj is {describe(w_cj)}, want [{channels}, taps]"
+    )
     y_tc = torch.empty(n_tokens, channels, dtype=x_tc.dtype, device=x_tc.device)
     cpu = x_tc.device.type == "cpu"
     rows, columns = (16, min(triton.next_power_of_2(channels), 4096)) if cpu else (1, 1024)
@@ -137,7 +139,7 @@ def _expect_window(window_src: Tensor, x_tc: Tensor, taps: int) -> None:
 def compile_specs() -> list[Spec]:
     """Kimi K3: q, k and v of 96 heads."""
     types = {"x_ptr": "*bf16", "w_ptr": "*fp32", "window_ptr": "*bf16", "y_ptr": "*bf16"}
-    types |= {name: "*i32" for name in ("seq_ptr", "start_ptr", "slot_ptr", "past_ptr")}
+    types |= dict.fromkeys(("seq_ptr", "start_ptr", "slot_ptr", "past_ptr"), "*i32")
     types |= {"stride_x": "i32", "n_tokens": "i32"}
     sizes = {"C": 36864, "TAPS": 4, "BLOCK_C": 1024}
     return [

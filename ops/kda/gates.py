@@ -34,8 +34,11 @@ def expect_kda(
     expect(mem_shkp.is_contiguous() and mem_shkp.dtype == torch.float32, f"mem_shkp is {describe(mem_shkp)}, want fp32")
     for name, x, size in (("q", q_thk, keys), ("k", k_thk, keys), ("v", v_thp, values), ("decay", decay_thk, keys)):
         want = (tokens, heads, size)
-        expect(x.shape == want and x.stride()[1:] == (size, 1), f"{name} is {describe(x)}, want {list(want)}, heads packed")
-    expect(beta_th.shape == (tokens, heads) and beta_th.stride(1) == 1, f"beta_th is {describe(beta_th)}, want [T, {heads}]")
+        expect(x.shape == want and x.stride()[1:] == (size, 1), f"{name} is {describe(x)}, want {list(want)} packed")
+    expect(
+        beta_th.shape == (tokens, heads) and beta_th.stride(1) == 1,
+        f"beta_th is {describe(beta_th)}, want [T, {heads}]",
+    )
     expect(len(a_log_h) >= heads and a_log_h.dim() == 1, f"a_log_h is {describe(a_log_h)}, want [{heads}] or longer")
     expect(dt_bias_hk.shape == (heads, keys), f"dt_bias_hk is {describe(dt_bias_hk)}, want [{heads}, {keys}]")
     expect(dt_bias_hk.is_contiguous(), f"dt_bias_hk is {describe(dt_bias_hk)}, want it contiguous")

@@ -53,8 +53,8 @@ def _kda_recurrent_kernel(
     live = live_k[:, :, None] & (p < P)[None, None, :]
     mem_at = mem_ptr + slot * H * K * P + hk[:, :, None] * P + p[None, None, :]
     mem = tl.load(mem_at, mask=live & known[:, None, None], other=0.0)
-    a_log = tl.load(a_log_ptr + h, mask=h < H, other=0.0)[:, None]
-    dt_bias = tl.load(dt_bias_ptr + hk, mask=live_k, other=0.0)
+    a_log = tl.load(a_log_ptr + h, mask=h < H, other=0.0).to(tl.float32)[:, None]
+    dt_bias = tl.load(dt_bias_ptr + hk, mask=live_k, other=0.0).to(tl.float32)
     for t in range(first, last):
         q = tl.load(q_ptr + t * stride_q + hk, mask=live_k, other=0.0).to(tl.float32)
         key = tl.load(k_ptr + t * stride_k + hk, mask=live_k, other=0.0).to(tl.float32)
@@ -85,8 +85,8 @@ def kda_recurrent_(
         v_thp: values, likewise.
         decay_thk: input of the decay gate, likewise.
         beta_th: input of the write gate, before the logistic function.
-        a_log_h: fp32; entries past the heads are padding.
-        dt_bias_hk: fp32, contiguous.
+        a_log_h: any float dtype; entries past the heads are padding.
+        dt_bias_hk: any float dtype, contiguous.
         lower_bound: lower bound of the log decay, or None for the unbounded gate.
         start_b: int32 [B + 1], first token of each sequence.
         slot_b: int32, slot of each sequence.
@@ -114,10 +114,10 @@ def kda_recurrent_(
 
 def compile_specs() -> list[Spec]:
     """Kimi K3: 96 heads of 128 x 128."""
-    types = {name: "*bf16" for name in ("q_ptr", "k_ptr", "v_ptr", "decay_ptr", "beta_ptr")}
-    types |= {name: "*fp32" for name in ("mem_ptr", "a_log_ptr", "dt_bias_ptr", "o_ptr")}
-    types |= {name: "*i32" for name in ("start_ptr", "slot_ptr", "past_ptr")}
-    types |= {name: "i32" for name in ("stride_q", "stride_k", "stride_v", "stride_decay", "stride_beta")}
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "decay_ptr", "beta_ptr"), "*bf16")
+    types |= dict.fromkeys(("mem_ptr", "a_log_ptr", "dt_bias_ptr", "o_ptr"), "*fp32")
+    types |= dict.fromkeys(("start_ptr", "slot_ptr", "past_ptr"), "*i32")
+    types |= dict.fromkeys(("stride_q", "stride_k", "stride_v", "stride_decay", "stride_beta"), "i32")
     tile = tiles(96, 128, "cuda")
     sizes = {"H": 96, "K": 128, "P": 128, "LOWER": -5.0, "SCALE": 128**-0.5}
     sizes |= {"BLOCK_H": tile.heads, "BLOCK_K": 128, "BLOCK_P": tile.values}

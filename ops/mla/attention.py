@@ -39,7 +39,7 @@ def tiles(fp32: bool, device: str) -> Tiles:
     return Tiles(16, 16, 8) if fp32 else Tiles(16, 32, 4)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "stride_pages"])
 def _split_kernel(
     q_ptr, cache_ptr, pages_ptr, seq_ptr, position_ptr, o_ptr, top_ptr, total_ptr, stride_pages, scale, splits,
     H: tl.constexpr, R: tl.constexpr, ROPE: tl.constexpr, U: tl.constexpr, MERGED: tl.constexpr, SPAN: tl.constexpr,
@@ -137,7 +137,9 @@ def latent_attention(
         cache_yur.shape[2] == width and cache_yur.is_contiguous() and 0 < rank <= width,
         f"cache_yur is {describe(cache_yur)}, want [pages, places, {width}] with rank {rank} inside",
     )
-    expect(pages_by.shape[1] * places >= n_keys, f"pages_by is {describe(pages_by)}, want {n_keys} keys in pages of {places}")
+    expect(
+        pages_by.shape[1] * places >= n_keys, f"pages_by is {describe(pages_by)}, want {n_keys} keys, {places} a page"
+    )
     expect(pages_by.stride(1) == 1 or n_keys <= places, f"pages_by is {describe(pages_by)}, want unit stride along y")
     z_thr = torch.empty(n_tokens, heads, rank, dtype=q_thr.dtype, device=q_thr.device)
     splits = max(1, triton.cdiv(n_keys, SPLIT))
@@ -181,13 +183,15 @@ def _attend(
 
 def compile_specs() -> list[Spec]:
     """Kimi K3: 96 heads, rank 512, rope 64, at 8,192 keys."""
-    types = {"q_ptr": "*bf16", "cache_ptr": "*bf16", "z_ptr": "*bf16"}
-    types |= {name: "*i32" for name in ("pages_ptr", "seq_ptr", "position_ptr")}
-    types |= {name: "*fp32" for name in ("o_ptr", "top_ptr", "total_ptr")} | {"stride_pages": "i32", "scale": "fp32", "splits": "i32"}
-    sizes = {"H": 96, "R": 512, "SPAN": SPLIT, "BLOCK_R": 512}
-    specs = []
+    types = dict.fromkeys(("q_ptr", "cache_ptr", "z_ptr"), "*bf16")
+    types |= dict.fromkeys(("pages_ptr", "seq_ptr", "position_ptr"), "*i32")
+    types |= dict.fromkeys(("o_ptr", "top_ptr", "total_ptr"), "*fp32")
+    types |= {"stride_pages": "i32", "scale": "fp32", "splits": "i32"}
+    merge = {"H": 96, "R": 512, "SPAN": SPLIT, "BLOCK_R": 512}
+    specs = [Spec("latent_merge", _merge_kernel, types, merge, {"num_warps": 4})]
     for name, dot in (("latent_attention", tl.bfloat16), ("latent_attention_fp32", tl.float32)):
         tile = tiles(dot == tl.float32, "cuda")
-        blocks = {"BLOCK_H": tile.heads, "BLOCK_ROPE": 64, "BLOCK_U": tile.keys, "DOT": dot, "ROPE": 64, "U": 64, "MERGED": False}
-        specs.append(Spec(name, _split_kernel, types, sizes | blocks, {"num_warps": tile.warps, "num_stages": 1}))
-    return [*specs, Spec("latent_merge", _merge_kernel, types, sizes, {"num_warps": 4})]
+        blocks = {"BLOCK_H": tile.heads, "BLOCK_ROPE": 64, "BLOCK_U": tile.keys}
+        sizes = merge | blocks | {"ROPE": 64, "U": 64, "MERGED": False, "DOT": dot}
+        specs.append(Spec(name, _split_kernel, types, sizes, {"num_warps": tile.warps, "num_stages": 1}))
+    return specs

@@ -111,8 +111,8 @@ def _sizes(x_columns: int, y_columns: int, w_head: int, geometry: dict[str, int]
 
 def compile_specs() -> list[Spec]:
     """Kimi K3: 96 heads, nope 128, rope 64, values 128, rank 512."""
-    types = {name: "*bf16" for name in ("x_ptr", "w_ptr", "y_ptr")}
-    types |= {name: "i32" for name in ("stride_x", "stride_y", "n_tokens")}
+    types = dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), "*bf16")
+    types |= dict.fromkeys(("stride_x", "stride_y", "n_tokens"), "i32")
     absorb = {"N": 512, "K": 128, "COPY": 64, "W_BEGIN": 0, "W_N": 1, "W_K": 512}
     expand = {"N": 128, "K": 512, "COPY": 0, "W_BEGIN": 128 * 512, "W_N": 512, "W_K": 1}
     dot, options = {"DOT": tl.bfloat16}, {"num_warps": 4, "num_stages": 2}

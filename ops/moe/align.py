@@ -76,7 +76,7 @@ def _align_few_kernel(rows_ptr, route_ptr, row_ptr, n_routes, n_tiles, TILE: tl.
 @triton.jit
 def _count(rows_ptr, r, n_routes, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr):
     """Number of routes of each row ``r``."""
-    count = tl.zeros([BLOCK_R], tl.int32)
+    count = tl.full([BLOCK_R], 0, tl.int32)
     for start in range(0, n_routes, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         row = tl.load(rows_ptr + m, mask=m < n_routes, other=-1)
@@ -103,7 +103,7 @@ def _place_kernel(
     count = tl.load(count_ptr + r, mask=r < R, other=0)
     first = tl.sum(tl.where(every[None, :] < r[:, None], taken[None, :], 0), axis=1)
     used = tl.sum(taken)
-    seen = tl.zeros([BLOCK_R], tl.int32)
+    seen = tl.full([BLOCK_R], 0, tl.int32)
     for start in range(0, n_routes, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         row = tl.load(rows_ptr + m, mask=m < n_routes, other=-1)
@@ -157,7 +157,9 @@ def compile_specs() -> list[Spec]:
     types |= {"n_routes": "i32", "n_tiles": "i32"}
 
     def spec(name: str, kernel: Any, **constants: int) -> Spec:
-        return Spec(name, kernel, {k: v for k, v in types.items() if k in kernel.arg_names}, constants, {"num_warps": 4})
+        return Spec(
+            name, kernel, {k: v for k, v in types.items() if k in kernel.arg_names}, constants, {"num_warps": 4}
+        )
 
     rows, routes = tiles(131072, 896, "cuda")
     return [

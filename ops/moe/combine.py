@@ -39,7 +39,7 @@ def _combine_kernel(
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
     z = (tl.program_id(1) * BLOCK_Z + tl.arange(0, BLOCK_Z))[None, :]
     live = (t < n_tokens) & (z < Z)
-    total = tl.zeros([BLOCK_T, BLOCK_Z], tl.float32)
+    total = tl.full([BLOCK_T, BLOCK_Z], 0, tl.float32)
     for a in range(A):
         w = tl.load(weight_ptr + t * stride_w + a, mask=t < n_tokens, other=0.0)
         total += w * tl.load(y_ptr + (t * A + a) * stride_y + z, mask=live, other=0.0).to(tl.float32)

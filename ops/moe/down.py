@@ -19,7 +19,7 @@ from ops.bits import cast, dot_dtype
 from ops.checks import describe, expect
 from ops.compile import Spec
 from ops.moe.align import TILE, Alignment
-from ops.moe.experts import BF16, MXFP4, NVFP4, Rows, accumulate, down_bank, inputs, split, tiles, weights
+from ops.moe.experts import BF16, MXFP4, NVFP4, Rows, contract, down_bank, tiles
 
 
 @triton.jit
@@ -33,24 +33,18 @@ def _down_kernel(
     row = tl.load(row_ptr + tile).to(tl.int64)
     if row < 0:
         return
-    route = tl.load(route_ptr + tile * TILE + tl.arange(0, TILE)).to(tl.int64)
-    live = route >= 0
-    z = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = z < Z
-    w_ptr += row * stride_w
+    route = tl.load(route_ptr + tile * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
+    z = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     if scale_ptr is not None:
         scale_ptr += row * stride_s
-    y = tl.zeros([BLOCK_N, TILE], tl.float32)
-    for start in range(0, F, BLOCK_K):
-        k_a, k_b = split(start, FORMAT, BLOCK_K)
-        h_a = inputs(h_ptr, route * stride_h, live, k_a, F, DOT)
-        h_b = inputs(h_ptr, route * stride_h, live, k_b, F, DOT)
-        w_a, w_b = weights(w_ptr, scale_ptr, z, start, inside, Z, F, FORMAT, BLOCK_K)
-        y = accumulate(y, w_a, w_b, h_a, h_b, DOT)
+    y = contract(
+        h_ptr + route * stride_h, route >= 0, w_ptr + row * stride_w, scale_ptr, z, z < Z, Z, F, FORMAT, TILE, BLOCK_N,
+        BLOCK_K, DOT,
+    )  # fmt: skip
     if global_ptr is not None:
         y *= tl.load(global_ptr + row * stride_g + 2)
-    out = y_ptr + route[None, :] * stride_y + z[:, None]
-    tl.store(out, cast(y, y_ptr.dtype.element_ty), mask=live[None, :] & inside[:, None])
+    out = y_ptr + route * stride_y + z
+    tl.store(out, cast(y, y_ptr.dtype.element_ty), mask=(route >= 0) & (z < Z))
 
 
 def expert_down(h_rf: Tensor, rows: Rows, alignment: Alignment) -> Tensor:
@@ -68,7 +62,9 @@ def expert_down(h_rf: Tensor, rows: Rows, alignment: Alignment) -> Tensor:
         ShapeError: inputs and banks disagree.
     """
     bank = down_bank(rows)
-    expect(h_rf.shape[1] == bank.k and h_rf.stride(1) == 1, f"h_rf is {describe(h_rf)}, want [R, {bank.k}] of unit stride")
+    expect(
+        h_rf.shape[1] == bank.k and h_rf.stride(1) == 1, f"h_rf is {describe(h_rf)}, want [R, {bank.k}] of unit stride"
+    )
     y_rz = torch.empty(h_rf.shape[0], bank.n, dtype=h_rf.dtype, device=h_rf.device)
     n, k, warps, stages = tiles(bank.n, bank.k, bank.format, h_rf.device.type)
     if len(y_rz):

@@ -6,7 +6,8 @@ A row holds one expert: gate over up [2F, Z] and down [Z, F]. With N output rows
     mxfp4   codes [K/2, N], low nibble even k; scale e8m0 [K/32, N]                      w = code * scale
     bf16    [N, K]; fp32 is taken too
 
-code * scale is exact in bf16. The global scale is left to the kernel, after its K loop: gate, up and down have one each.
+code * scale is exact in bf16. The global scale is left to the kernel, after its K loop; gate, up and down have
+one each.
 A block of K falls into two tiles: even and odd k in the FP4 formats, first and second half otherwise.
 
 Letters: s rows, z expert latent, f expert hidden, 2f gate over up, g scale groups, j packed bytes.
@@ -125,7 +126,10 @@ def _bf16(w: Tensor) -> Bank:
 def _expect_rows(bank: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
     """Rows may lie apart, each is dense."""
     dense = bank.dim() == 3 and bank.stride()[1:] == (bank.shape[2], 1)
-    expect(bank.shape == shape and bank.dtype in dtypes and dense, f"bank is {describe(bank)}, want {dtypes[0]}{list(shape)}")
+    expect(
+        bank.shape == shape and bank.dtype in dtypes and dense,
+        f"bank is {describe(bank)}, want {dtypes[0]}{list(shape)}",
+    )
 
 
 class Tiles(NamedTuple):
@@ -143,53 +147,51 @@ def tiles(n: int, k: int, format: int, device: str) -> Tiles:
 
 
 @triton.jit
-def split(start, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The k of the two tiles of a block that begins at ``start``."""
-    half = tl.arange(0, BLOCK_K // 2)
-    if FORMAT == BF16:
-        return start + half, start + BLOCK_K // 2 + half
-    return start + 2 * half, start + 2 * half + 1
-
-
-@triton.jit
-def inputs(x_ptr, at, live, k, K: tl.constexpr, DOT: tl.constexpr):
-    """Activations [k, routes] that begin at offsets ``at``; zero where not ``live``."""
-    x = tl.load(x_ptr + at[None, :] + k[:, None], mask=live[None, :] & (k < K)[:, None], other=0.0)
-    return x.to(tl.float32).to(DOT)
-
-
-@triton.jit
-def weights(
+def _weights(
     w_ptr, scale_ptr, n, start, live, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """Both tiles [n, k] of rows ``n`` and of the block of K at ``start``, without the global scale."""
+    HALF: tl.constexpr = BLOCK_K // 2
+    EVEN: tl.constexpr = K % BLOCK_K == 0
     if FORMAT == BF16:
-        k = start + tl.arange(0, BLOCK_K // 2)
-        row_ptr = w_ptr + n[:, None] * K
-        a = tl.load(row_ptr + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
-        k += BLOCK_K // 2
-        b = tl.load(row_ptr + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
+        k = start + tl.arange(0, HALF)[None, :]
+        at = n * K + k
+        a = tl.load(w_ptr + at, mask=live if EVEN else live & (k < K), other=0.0)
+        b = tl.load(w_ptr + at + HALF, mask=live if EVEN else live & (k + HALF < K), other=0.0)
         return a.to(tl.float32), b.to(tl.float32)
     else:
         PER: tl.constexpr = 8 if FORMAT == NVFP4 else 16  # bytes a scale
-        G: tl.constexpr = BLOCK_K // 2 // PER
-        j = start // 2 + tl.arange(0, BLOCK_K // 2)
-        g = start // (2 * PER) + tl.arange(0, G)
-        if FORMAT == NVFP4:
-            j_at = n[:, None] * (K // 2) + j[None, :]
-            g_at = n[:, None] * (K // 16) + g[None, :]
-        else:
-            j_at = j[None, :] * N + n[:, None]
-            g_at = g[None, :] * N + n[:, None]
-        byte = tl.load(w_ptr + j_at, mask=live[:, None] & (j < K // 2)[None, :], other=0)
-        s = tl.load(scale_ptr + g_at, mask=live[:, None] & (g < K // (2 * PER))[None, :], other=0)
+        j = start // 2 + tl.arange(0, HALF)[None, :]
+        g = start // (2 * PER) + tl.arange(0, HALF // PER)[None, :]
+        j_at = n * (K // 2) + j if FORMAT == NVFP4 else j * N + n
+        g_at = n * (K // 16) + g if FORMAT == NVFP4 else g * N + n
+        byte = tl.load(w_ptr + j_at, mask=live if EVEN else live & (j < K // 2), other=0)
+        s = tl.load(scale_ptr + g_at, mask=live if EVEN else live & (g < K // (2 * PER)), other=0)
         s = e4m3_to_f32(s) if FORMAT == NVFP4 else e8m0_to_f32(s)
-        s = tl.broadcast_to(s[:, :, None], [n.shape[0], G, PER]).reshape([n.shape[0], G * PER])
+        s = tl.broadcast_to(s[:, :, None], [n.shape[0], HALF // PER, PER]).reshape([n.shape[0], HALF])
         return e2m1_to_f32(byte & 15) * s, e2m1_to_f32(byte >> 4) * s
 
 
 @triton.jit
-def accumulate(acc, w_a, w_b, x_a, x_b, DOT: tl.constexpr):
-    """Add the products of a block's two tiles, in that order."""
-    acc = tl.dot(w_a.to(DOT), x_a, acc, input_precision="ieee")
-    return tl.dot(w_b.to(DOT), x_b, acc, input_precision="ieee")
+def contract(
+    x_ptr, x_live, w_ptr, scale_ptr, n, n_live, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Sum over k of w[n, k] x[route, k] as [BLOCK_N, TILE] in fp32, without the global scale.
+
+    ``x_ptr`` [1, TILE] points at the routes' inputs, ``w_ptr`` and ``scale_ptr`` at one row of the bank, ``n``
+    [BLOCK_N, 1] are its output rows. What is not live counts as zero and is not read.
+    """
+    HALF: tl.constexpr = BLOCK_K // 2
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    i = tl.arange(0, HALF)[:, None]
+    acc = tl.full([BLOCK_N, TILE], 0.0, tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k_a = start + i if FORMAT == BF16 else start + 2 * i
+        k_b = k_a + HALF if FORMAT == BF16 else k_a + 1
+        x_a = tl.load(x_ptr + k_a, mask=x_live if EVEN else x_live & (k_a < K), other=0.0)
+        x_b = tl.load(x_ptr + k_b, mask=x_live if EVEN else x_live & (k_b < K), other=0.0)
+        w_a, w_b = _weights(w_ptr, scale_ptr, n, start, n_live, N, K, FORMAT, BLOCK_K)
+        acc = tl.dot(w_a.to(DOT), x_a.to(tl.float32).to(DOT), acc, input_precision="ieee")
+        acc = tl.dot(w_b.to(DOT), x_b.to(tl.float32).to(DOT), acc, input_precision="ieee")
+    return acc

@@ -21,7 +21,7 @@ from ops.bits import cast, dot_dtype
 from ops.checks import describe, expect
 from ops.compile import Spec
 from ops.moe.align import TILE, Alignment
-from ops.moe.experts import BF16, MXFP4, NVFP4, Rows, accumulate, gate_up_bank, inputs, split, tiles, weights
+from ops.moe.experts import BF16, MXFP4, NVFP4, Rows, contract, gate_up_bank, tiles
 
 
 @triton.jit
@@ -30,35 +30,28 @@ def _gate_up_kernel(
     F: tl.constexpr, Z: tl.constexpr, A: tl.constexpr, FORMAT: tl.constexpr, BETA: tl.constexpr,
     LINEAR_BETA: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    # one program per tile of routes and block of hidden units
+    # one program per tile of routes and block of hidden units: BLOCK_N / 2 rows of gate over as many of up
     tile = tl.program_id(0)
     row = tl.load(row_ptr + tile).to(tl.int64)
     if row < 0:
         return
-    route = tl.load(route_ptr + tile * TILE + tl.arange(0, TILE))
-    live = route >= 0
-    at = (route // A).to(tl.int64) * stride_x
-    f = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = f < F
-    w_ptr += row * stride_w
+    route = tl.load(route_ptr + tile * TILE + tl.arange(0, TILE))[None, :]
+    i = tl.arange(0, BLOCK_N)[:, None]
+    is_up = i >= BLOCK_N // 2
+    f = tl.program_id(1) * (BLOCK_N // 2) + i % (BLOCK_N // 2)
     if scale_ptr is not None:
         scale_ptr += row * stride_s
-    gate = tl.zeros([BLOCK_N, TILE], tl.float32)
-    up = tl.zeros([BLOCK_N, TILE], tl.float32)
-    for start in range(0, Z, BLOCK_K):
-        k_a, k_b = split(start, FORMAT, BLOCK_K)
-        x_a = inputs(x_ptr, at, live, k_a, Z, DOT)
-        x_b = inputs(x_ptr, at, live, k_b, Z, DOT)
-        w_a, w_b = weights(w_ptr, scale_ptr, f, start, inside, 2 * F, Z, FORMAT, BLOCK_K)
-        gate = accumulate(gate, w_a, w_b, x_a, x_b, DOT)
-        w_a, w_b = weights(w_ptr, scale_ptr, f + F, start, inside, 2 * F, Z, FORMAT, BLOCK_K)
-        up = accumulate(up, w_a, w_b, x_a, x_b, DOT)
+    acc = contract(
+        x_ptr + (route // A).to(tl.int64) * stride_x, route >= 0, w_ptr + row * stride_w, scale_ptr,
+        tl.where(is_up, f + F, f), f < F, 2 * F, Z, FORMAT, TILE, BLOCK_N, BLOCK_K, DOT,
+    )  # fmt: skip
     if global_ptr is not None:
-        gate *= tl.load(global_ptr + row * stride_g)
-        up *= tl.load(global_ptr + row * stride_g + 1)
+        acc *= tl.load(global_ptr + row * stride_g + is_up.to(tl.int32))
+    gate, up = tl.split(acc.reshape([2, BLOCK_N // 2, TILE]).permute(1, 2, 0))
     h = glu(gate, up, BETA, LINEAR_BETA)
-    out = h_ptr + route[None, :].to(tl.int64) * stride_h + f[:, None]
-    tl.store(out, cast(h, h_ptr.dtype.element_ty), mask=live[None, :] & inside[:, None])
+    f = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[:, None]
+    out = h_ptr + route.to(tl.int64) * stride_h + f
+    tl.store(out, cast(h, h_ptr.dtype.element_ty), mask=(route >= 0) & (f < F))
 
 
 def expert_gate_up(x_tz: Tensor, rows: Rows, alignment: Alignment, n_active: int, activation: Situ | None) -> Tensor:
@@ -79,12 +72,14 @@ def expert_gate_up(x_tz: Tensor, rows: Rows, alignment: Alignment, n_active: int
     """
     bank = gate_up_bank(rows)
     width = bank.n // 2
-    expect(x_tz.shape[1] == bank.k and x_tz.stride(1) == 1, f"x_tz is {describe(x_tz)}, want [T, {bank.k}] of unit stride")
+    expect(
+        x_tz.shape[1] == bank.k and x_tz.stride(1) == 1, f"x_tz is {describe(x_tz)}, want [T, {bank.k}] of unit stride"
+    )
     h_rf = torch.empty(x_tz.shape[0] * n_active, width, dtype=x_tz.dtype, device=x_tz.device)
-    n, k, warps, stages = tiles(width, bank.k, bank.format, x_tz.device.type)
+    n, k, warps, stages = tiles(bank.n, bank.k, bank.format, x_tz.device.type)
     beta, linear_beta = (None, None) if activation is None else activation
     if len(h_rf):
-        _gate_up_kernel[(len(alignment.row_n), triton.cdiv(width, n))](
+        _gate_up_kernel[(len(alignment.row_n), triton.cdiv(bank.n, n))](
             x_ptr=x_tz, h_ptr=h_rf, route_ptr=alignment.route_m, row_ptr=alignment.row_n, stride_x=x_tz.stride(0),
             stride_h=h_rf.stride(0), **bank.arguments(), F=width, Z=bank.k, A=n_active, FORMAT=bank.format, BETA=beta,
             LINEAR_BETA=linear_beta, TILE=TILE, BLOCK_N=n, BLOCK_K=k, DOT=dot_dtype(x_tz), num_warps=warps,
@@ -106,7 +101,7 @@ def compile_specs() -> list[Spec]:
     ]
     specs = []
     for name, form, pointers, absent in forms:
-        n, k, warps, stages = tiles(3072, 3584, form, "cuda")
+        n, k, warps, stages = tiles(6144, 3584, form, "cuda")
         constants = shape | absent | {"FORMAT": form, "BLOCK_N": n, "BLOCK_K": k}
         options = {"num_warps": warps, "num_stages": stages}
         specs.append(Spec(f"gate_up_{name}", _gate_up_kernel, types | pointers, constants, options))

@@ -56,7 +56,7 @@ def _in_top_groups(
     inside = e < 0
     free = (g < G) & (score == score)
     for _ in range(TOP_G):
-        top, best = _best(score, free, g, BLOCK_G)
+        _, best = _best(score, free, g, BLOCK_G)
         inside = inside | (group == best)
         free = free & (g != best)
     return inside
@@ -81,9 +81,9 @@ def _route_kernel(
     free = (e < E) & live
     if G > 1:
         free = free & _in_top_groups(c, e, E, G, TOP_G, BLOCK_T, BLOCK_E, BLOCK_G)
-    ids = tl.zeros([BLOCK_T, BLOCK_A], tl.int32)
-    weights = tl.zeros([BLOCK_T, BLOCK_A], tl.float32)
-    total = tl.zeros([BLOCK_T, 1], tl.float32)
+    ids = tl.full([BLOCK_T, BLOCK_A], 0, tl.int32)
+    weights = tl.full([BLOCK_T, BLOCK_A], 0, tl.float32)
+    total = tl.full([BLOCK_T, 1], 0, tl.float32)
     for i in range(A):
         _, best = _best(c, free, e, BLOCK_E)
         chosen = e == best
@@ -127,7 +127,10 @@ def route(
         ShapeError: shapes disagree, or the groups hold fewer than ``n_active`` experts.
     """
     n_tokens, n_experts = logits_te.shape
-    expect(n_experts <= 1024 and logits_te.stride(1) == 1, f"logits_te is {describe(logits_te)}, want unit stride, E <= 1024")
+    expect(
+        n_experts <= 1024 and logits_te.stride(1) == 1,
+        f"logits_te is {describe(logits_te)}, want unit stride, E <= 1024",
+    )
     expect(bias_e.shape == (n_experts,) and bias_e.is_contiguous(), f"bias_e is {describe(bias_e)}, want [{n_experts}]")
     expect(n_experts % n_groups == 0, f"{n_experts} experts are not {n_groups} equal groups")
     per_group = n_experts // n_groups

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from formats.errors import FormatError
-from formats.ftw import INDEX_NAME, Index, Spec, extents, index_bytes, layout, padded, read_index
+from formats.ftw import INDEX_NAME, Index, index_bytes, read_index
+from formats.layout import Spec, layout, padded
 from formats.reader import open_ftw
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -125,22 +126,3 @@ def test_unknown_keys_are_kept(tmp_path: Path) -> None:
         "counts are {'weight': 4}, found {'weight': 3, 'experts_bank': 12}",
     )
     assert json.loads(index_bytes(dataclasses.replace(index, fingerprint="x")))["side_files"] == ["a"]
-
-
-def test_published_k3_closes_to_the_byte() -> None:
-    """552 banks of 92 layers behind the residents: ftw.md, section 1, fact 2 and section 2."""
-    row_bytes = {"gate_up_packed": 11010048, "gate_up_scale": 1376256, "gate_up_global": 12288}
-    row_bytes |= {"down_packed": 5505024, "down_scale": 688128, "down_global": 7168}
-    residents = [Spec(f"r{i}", "weight", "uint8", (n,)) for i, n in enumerate((7 * 2**30, 77_790_797_824 - 7 * 2**30))]
-    banks = [
-        Spec(f"{bank}#L{i:05d}", "experts_bank", "uint8", (896, n)) for i in range(92) for bank, n in row_bytes.items()
-    ]
-    entries, shards = layout([*residents, *banks])
-    assert sum(shard.nbytes for shard in shards) == 1_610_936_311_808
-    crossing = [
-        entry.name.split("#")[0]
-        for entry in entries[2:]
-        for expert in range(896)
-        if len(extents(shards, entry.offset + expert * entry.shape[1], entry.shape[1])) > 1
-    ]
-    assert set(crossing) == {"gate_up_packed"}

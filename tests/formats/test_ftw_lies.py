@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from formats.errors import FormatError
-from formats.ftw import INDEX_NAME, Spec, layout
+from formats.ftw import INDEX_NAME
+from formats.layout import Spec, layout
 from formats.reader import open_ftw
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -32,7 +32,7 @@ def kept(x: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: flo
     order = np.sort(x)[::-1]
     keep = x >= order[top_k - 1] if 0 < top_k < len(x) else np.full(len(x), True)
     if top_p < 1:
-        by_weight = sorted({value for value in x[keep]}, reverse=True)
+        by_weight = sorted(set(x[keep]), reverse=True)
         held = np.cumsum([p[keep & (x == value)].sum() for value in by_weight])
         keep &= x >= by_weight[int(np.argmax(held >= top_p * p[keep].sum()))]
     return set(np.flatnonzero(keep & (p >= min_p)).tolist())
@@ -51,14 +51,14 @@ def test_argmax(device: torch.device, n_rows: int, vocab: int) -> None:
 
 
 def test_real_vocabulary(device: torch.device) -> None:
-    """163,840 logits; the largest twice, in different blocks."""
+    """163,840 logits; the largest twice, at one place of different blocks."""
     torch.manual_seed(0)
     x = torch.randn(1, 163840, device=device)
-    x[0, [70001, 150000]] = 9.0
+    x[0, [70001, 135537]] = 9.0
     assert argmax(x).tolist() == [70001]
-    assert draw(x, top_k=2, seed=range(1)).item() in (70001, 150000)
-    ids = torch.tensor([150000], dtype=torch.int32, device=device)
-    assert log_prob(x, ids).item() == pytest.approx(x.double().log_softmax(1)[0, 150000].item(), rel=TOLERANCE)
+    assert draw(x, top_k=2, seed=range(1)).item() in (70001, 135537)
+    ids = torch.tensor([135537], dtype=torch.int32, device=device)
+    assert log_prob(x, ids).item() == pytest.approx(x.double().log_softmax(1)[0, 135537].item(), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("values", [[0.0, math.nan, 1.0], [math.nan] * 3, [-math.inf] * 3, [0.0, math.inf, 1.0]])
@@ -79,44 +79,41 @@ def test_log_prob(device: torch.device, vocab: int) -> None:
 
 
 FILTERS = [
-    dict(top_k=1),
-    dict(top_k=5),
-    dict(top_p=0.4),
-    dict(top_p=0.0),
-    dict(min_p=0.3),
-    dict(min_p=1.0),
-    dict(top_k=9, top_p=0.7),
-    dict(top_k=9, top_p=0.8, min_p=0.25, temperature=2.5),
-    dict(top_k=40, top_p=0.9, temperature=0.4),
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_p": 0.4},
+    {"top_p": 0.0},
+    {"min_p": 0.7},
+    {"min_p": 1.0},
+    {"top_k": 9, "top_p": 0.7},
+    {"top_k": 9, "top_p": 0.8, "min_p": 0.9, "temperature": 2.5},
+    {"top_k": 40, "top_p": 0.8, "temperature": 0.5},
 ]
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("ties", [False, True])
 def test_filters(device: torch.device, filters: dict, ties: bool) -> None:
-    """Flattened to a few values in few tokens, every token that may be drawn is, and no other."""
-    rng = np.random.default_rng(5)
-    x = rng.normal(0, 0.6, 12)
-    x = (np.round(x * 2) / 2 if ties else x).astype(np.float32)
-    options = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | filters
-    want = kept(x.astype(np.float64), **options)
-    n = 150 if options["temperature"] >= 1 else 400
-    drawn = draw(torch.tensor(x, device=device).expand(n, -1), seed=range(n), **options)
-    assert set(drawn.tolist()) == want
+    """Nearly equal logits of few tokens: every token that may be drawn is, and no other."""
+    x = np.random.default_rng(5).normal(0, 0.3, 12)
+    x = (np.round(x * 4) / 4 if ties else x).astype(np.float32)
+    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
+    drawn = draw(torch.tensor(x, device=device).expand(128, -1), seed=range(128), **options)
+    assert set(drawn.tolist()) == kept(x.astype(np.float64), **options)
 
 
-@pytest.mark.parametrize("at", [{"seed": range(2000)}, {"position": range(2000), "seed": 11}], ids=["seeds", "positions"])
-def test_draws_follow_the_distribution(device: torch.device, at: dict) -> None:
-    """Chi-square over 8 tokens: 24.3 is the 0.1 % point of 7 degrees of freedom."""
+def test_draws_follow_the_distribution(device: torch.device) -> None:
+    """Chi-square of 2,000 draws of 8 tokens, 40 seeds at 50 positions: 24.3 is the 0.1 % point of 7 degrees."""
     x = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, 1.5, 0.8, 0.2], device=device)
-    drawn = draw(x.expand(2000, -1), temperature=1.3, **at)
+    seeds, positions = [i % 40 for i in range(2000)], [i // 40 for i in range(2000)]
+    drawn = draw(x.expand(2000, -1), temperature=1.3, seed=seeds, position=positions)
     seen = torch.bincount(drawn.long().cpu(), minlength=8).double()
     want = (x.cpu().double() / 1.3).softmax(0) * 2000
     assert float(((seen - want) ** 2 / want).sum()) < 24.3
 
 
 def test_seed_uses_all_64_bits_and_position_counts(device: torch.device) -> None:
-    x = torch.zeros(40, 1283, device=device)
+    x = torch.zeros(40, 200, device=device)
     plain = draw(x, seed=range(40))
     assert not torch.equal(plain, draw(x, seed=[s + (1 << 40) for s in range(40)]))
     assert not torch.equal(plain, draw(x, seed=[-s - 1 for s in range(40)]))
@@ -126,7 +123,7 @@ def test_seed_uses_all_64_bits_and_position_counts(device: torch.device) -> None
 def test_rows_are_alone(device: torch.device) -> None:
     torch.manual_seed(4)
     x = torch.randn(40, 163, device=device)
-    options = dict(temperature=0.9, top_k=50, top_p=0.9, min_p=0.01)
+    options = {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
     whole = draw(x, seed=range(40), position=range(100, 140), **options)
     assert torch.equal(draw(x, seed=range(40), position=range(100, 140), **options), whole)
     for b in (0, 17, 39):
@@ -135,7 +132,7 @@ def test_rows_are_alone(device: torch.device) -> None:
 
 def test_refuses_other_options(device: torch.device) -> None:
     x = torch.zeros(2, 5, device=device)
-    with pytest.raises(ShapeError, match="want torch.int32"):
+    with pytest.raises(ShapeError, match=r"want torch.int32\[2\]"):
         log_prob(x, torch.zeros(2, dtype=torch.int64, device=device))
     with pytest.raises(ShapeError, match="want unit stride"):
         argmax(x.T)

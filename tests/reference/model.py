@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, tensor
 
-from tests.reference import kda_layer, mla, moe
+from tests.reference import kda_layer, mla_layer, moe
 from tests.reference.attention_residual import mix
 from tests.reference.norm import rms_norm
 
@@ -56,7 +56,7 @@ def _mixed(x: Tensor, weights: Mapping[str, Tensor], text: Mapping[str, Any]) ->
 
 def _attention(h: Tensor, w: Mapping[str, Tensor], text: Mapping[str, Any], i: int) -> Tensor:
     full = i + 1 in text["linear_attn_config"]["full_attn_layers"]
-    return (mla if full else kda_layer).layer(h, part(w, "self_attn."), text)
+    return (mla_layer if full else kda_layer).layer(h, part(w, "self_attn."), text)
 
 
 def _ffn(h: Tensor, w: Mapping[str, Tensor], text: Mapping[str, Any]) -> Tensor:

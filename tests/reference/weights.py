@@ -55,3 +55,20 @@ def _values(name: str, shape: tuple[int, ...], rng: np.random.Generator, bounded
     else:
         values = rng.normal(0, shape[-1] ** -0.5, shape)
     return values.astype(np.float32)
+
+
+def kda_inputs(bounded: bool, tokens: int = 64, heads: int = 2, keys: int = 16, values: int = 24) -> Weights:
+    """Arguments of Kimi delta attention, float64: raw q, k, v, decay input, beta in (0, 1), decay parameters, state."""
+    shapes = {
+        "q": (tokens, heads, keys),
+        "k": (tokens, heads, keys),
+        "v": (tokens, heads, values),
+        "a": (tokens, heads, keys),
+        "beta": (tokens, heads),
+        "state": (heads, keys, values),
+    }
+    made = {name: _stream(tokens, name).normal(0, 1, shape) for name, shape in shapes.items()}
+    made["beta"] = 1 / (1 + np.exp(-made["beta"]))
+    for name, key, shape in (("A_log", "a_log", (heads,)), ("dt_bias", "dt_bias", (heads, keys))):
+        made[key] = _values(name, shape, _stream(tokens, name), bounded, heads).astype(np.float64)
+    return made

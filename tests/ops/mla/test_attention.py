@@ -1,14 +1,13 @@
-"""The latent cache and attention over it: against float64, whatever the pages, chunks and neighbours."""
+"""Attention over the latent cache: against float64, whatever the pages, chunks and neighbours."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from ops.mla.attention import latent_attention
-from ops.mla.cache import append_latent_
 from ops.mla.project import absorb_queries, expand_values
-from tests.reference.mla import attention, rms
-from tests.reference.numbers import TOLERANCE, relative_error
+from tests.reference.mla import attention
+from tests.reference.numbers import relative_error
 
 RANK, ROPE, NOPE, VALUE, HEADS, PAGE = 48, 16, 32, 24, 3, 64
 
@@ -27,18 +26,6 @@ def filled(rows: Tensor, pages: list[int], device: torch.device) -> Tensor:
     for i, row in enumerate(rows):
         cache[pages[i // PAGE], i % PAGE] = row
     return cache.to(device)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_append(device: torch.device, dtype: torch.dtype) -> None:
-    kv, gain = normal(5, RANK + ROPE).to(dtype), normal(RANK, seed=1).to(dtype)
-    cache = torch.full((2, PAGE, RANK + ROPE), float("nan"), dtype=dtype, device=device)
-    append_latent_(cache, kv.to(device), gain.to(device), 1e-6, index([70, 3, -1, 0, 127], device, torch.int64))
-    rows = cache.flatten(0, 1).cpu()
-    want = rms(kv[:, :RANK].double(), gain.double(), 1e-6)
-    assert relative_error(rows[[70, 3, 0, 127], :RANK], want[[0, 1, 3, 4]]) < 2 * TOLERANCE[dtype]
-    assert torch.equal(rows[[70, 3, 0, 127], RANK:], kv[[0, 1, 3, 4], RANK:])
-    assert rows.isnan().all(1).sum() == 2 * PAGE - 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -86,11 +73,25 @@ def test_bits_depend_on_the_position_alone(device: torch.device) -> None:
         assert torch.equal(one[0], together[t]), f"position {position}"
 
 
-def test_projections_of_a_row_are_its_own(device: torch.device) -> None:
-    q = normal(20, HEADS, NOPE + ROPE).bfloat16().to(device)
-    w = normal(HEADS, NOPE + VALUE, RANK, seed=1).bfloat16().to(device)
-    together = absorb_queries(q, w, ROPE)
-    assert torch.equal(together[..., RANK:], q[..., NOPE:])
-    assert torch.equal(together[17:18], absorb_queries(q[17:18].contiguous(), w, ROPE))
-    z = together[..., :RANK].contiguous()
-    assert torch.equal(expand_values(z, w, NOPE)[19], expand_values(z[19:], w, NOPE)[0])
+def test_partials_of_many_groups(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that splits may take changes how many tokens go together, not their bits."""
+    q, rows = normal(5, HEADS, RANK + ROPE).to(device), normal(600, RANK + ROPE, seed=1)
+    pages = list(range(10))
+    arguments = (filled(rows, pages, device), index([pages], device), index([0] * 5, device))
+    position_t = index([599, 3, 520, 511, 512], device)
+    want = latent_attention(q, *arguments, position_t, 0.1, rank=RANK, n_keys=600)
+    monkeypatch.setattr("ops.mla.attention.PARTIAL_BYTES", 2 * 2 * HEADS * RANK * 4)
+    assert torch.equal(want, latent_attention(q, *arguments, position_t, 0.1, rank=RANK, n_keys=600))
+
+
+def test_large_scores(device: torch.device) -> None:
+    """Scores in the hundreds, of either sign, in every split."""
+    q, rows = normal(2, HEADS, RANK + ROPE).to(device), normal(1100, RANK + ROPE, seed=1)
+    pages = list(range(18))
+    z = latent_attention(
+        q, filled(rows, pages, device), index([pages], device), index([0, 0], device), index([1098, 1099], device),
+        20.0, rank=RANK, n_keys=1100,
+    )  # fmt: skip
+    score = torch.einsum("thr,ir->thi", q.double().cpu(), rows.double()) * 20
+    score[0, :, 1099] = -torch.inf
+    assert relative_error(z, torch.einsum("thi,ir->thr", score.softmax(-1), rows[:, :RANK].double())) < 1e-4

@@ -16,11 +16,15 @@ TOLERANCE = {torch.float32: (1e-6, 2e-6), torch.bfloat16: (2.0**-8, 1e-5)}
 
 def close(y: Tensor, want: Tensor) -> bool:
     relative, absolute = TOLERANCE[y.dtype]
-    return torch.allclose(y.double(), want, rtol=relative * 1.01, atol=absolute * float(want.abs().max()) if len(want) else 0)
+    return torch.allclose(
+        y.double(), want, rtol=relative * 1.01, atol=absolute * float(want.abs().max()) if len(want) else 0
+    )
 
 
 def choose(n_tokens: int, n_active: int, used: list[int], device: torch.device) -> Tensor:
-    picks = torch.stack([torch.randperm(len(used))[:n_active] for _ in range(n_tokens)] or [torch.zeros(0, dtype=torch.long)])
+    picks = torch.stack(
+        [torch.randperm(len(used))[:n_active] for _ in range(n_tokens)] or [torch.zeros(0, dtype=torch.long)]
+    )
     return torch.tensor(used)[picks].int().view(n_tokens, n_active).to(device)
 
 
@@ -112,14 +116,17 @@ def test_large_sums_before_the_global_scale(device: torch.device, dtype: torch.d
     k = 3584
     rows = Nvfp4Rows(
         torch.zeros(1, 2 * k, 8, dtype=torch.uint8), torch.zeros(1, 2 * k, 1).to(torch.float8_e4m3fn),
-        torch.full((1, 16, k // 2), 0x77, dtype=torch.uint8), torch.full((1, 16, k // 16), 448.0).to(torch.float8_e4m3fn),
+        torch.full((1, 16, k // 2), 0x77, dtype=torch.uint8),
+        torch.full((1, 16, k // 16), 448.0).to(torch.float8_e4m3fn),
         torch.full((1, 3), 1e-3),
     )  # fmt: skip
     rows = Nvfp4Rows(*(bank.to(device) for bank in rows))
     alignment = align(torch.zeros(1, 1, dtype=torch.int32, device=device), 1)
     y = expert_down(torch.ones(1, k, dtype=dtype, device=device), rows, alignment)
     want = k * 6 * 448 * float(torch.tensor(1e-3))
-    assert torch.allclose(y.double(), torch.full_like(y, want, dtype=torch.float64), rtol=torch.finfo(dtype).eps, atol=0)
+    assert torch.allclose(
+        y.double(), torch.full_like(y, want, dtype=torch.float64), rtol=torch.finfo(dtype).eps, atol=0
+    )
 
 
 def test_rows_may_lie_apart(device: torch.device) -> None:

@@ -18,7 +18,9 @@ SITU = Situ(4.0, 25.0)
 
 def close(h: Tensor, want: Tensor) -> bool:
     relative, absolute = TOLERANCE[h.dtype]
-    return torch.allclose(h.double(), want, rtol=relative * 1.01, atol=absolute * float(want.abs().max()) if len(want) else 0)
+    return torch.allclose(
+        h.double(), want, rtol=relative * 1.01, atol=absolute * float(want.abs().max()) if len(want) else 0
+    )
 
 
 def expected(x_tz: Tensor, w: Tensor, rows_ta: Tensor, situ: Situ | None) -> Tensor:
@@ -32,7 +34,9 @@ def expected(x_tz: Tensor, w: Tensor, rows_ta: Tensor, situ: Situ | None) -> Ten
 
 
 def choose(n_tokens: int, n_active: int, used: list[int], device: torch.device) -> Tensor:
-    picks = torch.stack([torch.randperm(len(used))[:n_active] for _ in range(n_tokens)] or [torch.zeros(0, dtype=torch.long)])
+    picks = torch.stack(
+        [torch.randperm(len(used))[:n_active] for _ in range(n_tokens)] or [torch.zeros(0, dtype=torch.long)]
+    )
     return torch.tensor(used)[picks].int().view(n_tokens, n_active).to(device)
 
 
@@ -125,13 +129,16 @@ def test_large_sums_before_the_global_scale(device: torch.device, dtype: torch.d
     gate = torch.full((16, z // 16), 2.0**-6)  # 3584 * 6 / 64 = 336, so sg(g) = 1
     rows = Nvfp4Rows(
         torch.full((1, 32, z // 2), 0x77, dtype=torch.uint8), torch.cat([gate, up])[None].to(torch.float8_e4m3fn),
-        torch.zeros(1, z, 8, dtype=torch.uint8), torch.zeros(1, z, 1).to(torch.float8_e4m3fn), torch.tensor([[1.0, 1e-3, 1.0]]),
+        torch.zeros(1, z, 8, dtype=torch.uint8), torch.zeros(1, z, 1).to(torch.float8_e4m3fn),
+        torch.tensor([[1.0, 1e-3, 1.0]]),
     )  # fmt: skip
     rows = Nvfp4Rows(*(bank.to(device) for bank in rows))
     alignment = align(torch.zeros(1, 1, dtype=torch.int32, device=device), 1)
     h_rf = expert_gate_up(torch.ones(1, z, dtype=dtype, device=device), rows, alignment, 1, None)
     want = 336.0 * z * 6 * 448 * float(torch.tensor(1e-3))
-    assert torch.allclose(h_rf.double(), torch.full_like(h_rf, want, dtype=torch.float64), rtol=2 * torch.finfo(dtype).eps, atol=0)
+    assert torch.allclose(
+        h_rf.double(), torch.full_like(h_rf, want, dtype=torch.float64), rtol=2 * torch.finfo(dtype).eps, atol=0
+    )
 
 
 def test_refuses_other_widths(device: torch.device) -> None:
