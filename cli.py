@@ -45,11 +45,20 @@ def fail(message: str) -> NoReturn:
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
     """A bar on stderr with rate and time left; gives the callback that moves it: (done, total bytes, label)."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    columns: tuple[ProgressColumn, ...] = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
     console = Console(stderr=True)
-    with Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
+    columns += (TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, label: bar.update(task, completed=done, total=total, description=label)
 

@@ -39,8 +39,14 @@ class Model(NamedTuple):
         return self.resident_bytes + self.store.bytes_read
 
 
-def open_model(folder: Path, device: torch.device, *, dtype: torch.dtype = torch.bfloat16, exact: bool = True) -> Model:
+def open_model(folder: Path, device: torch.device, *, dtype: torch.dtype | None = None, exact: bool = True) -> Model:
     """Load the resident weights of an FTW folder; experts follow as they are routed to.
+
+    Args:
+        folder: made by ``rowstream convert``.
+        device: see ``engine.device``.
+        dtype: of activations, bf16 or fp32. None: bf16 on a card; fp32 in the interpreter, which emulates bf16 slowly.
+        exact: see ``ModelConfig.exact``.
 
     Raises:
         FormatError: the folder is not what its index says.
@@ -51,6 +57,7 @@ def open_model(folder: Path, device: torch.device, *, dtype: torch.dtype = torch
     store = ExpertStore(cfg, reader, device)
     params = load_params(cfg, reader, store.rows, device)
     resident = sum(entry.nbytes for entry in reader.index.entries if entry.kind == "weight")
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     return Model(cfg, params, store, dtype, device, resident)
 
 

@@ -30,10 +30,15 @@ class Situ(NamedTuple):
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent from one exponential of a negative number, so that nothing overflows."""
+    """Hyperbolic tangent from one exponential of a negative number, so that nothing overflows.
+
+    Near zero 1 - e would keep few digits, so there it is the beginning of the Taylor series.
+    """
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t)
+    square = x * x
+    series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    return tl.where(square < 0.0225, series, tl.where(x < 0, -t, t))
 
 
 @triton.jit

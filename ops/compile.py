@@ -1,18 +1,24 @@
-"""Compile a kernel for a card that is not here, and read what it takes.
+"""Compile kernels for cards that are not here, and read what they take.
 
-Each module of ``ops`` lists its kernels at Kimi K3's shapes in ``compile_specs``; a test compiles every one.
-Must not run in a process where Triton interprets.
+Each module of ``ops`` lists its kernels at Kimi K3's shapes in ``compile_specs``. ``python -m ops.compile`` prints
+registers, shared memory and stack of them all, or of the modules named after it. Must not run in a process where
+Triton interprets.
 """
 
+import pkgutil
 import re
 import subprocess
+import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+
+CARDS = (90, 121)  # compute capabilities: Hopper, GB10
 
 
 class Spec(NamedTuple):
@@ -56,5 +62,23 @@ def compile_for(spec: Spec, capability: int) -> Compiled:
     return Compiled(found["REG"], compiled.metadata.shared, found["STACK"], compiled.asm["ptx"])
 
 
+def main() -> None:
+    import ops
+
+    modules = sys.argv[1:] or [
+        module.name for module in pkgutil.walk_packages(ops.__path__, "ops.") if not module.ispkg
+    ]
+    print("card     registers   shared  stack  kernel")
+    for module in modules:
+        for spec in getattr(import_module(module), "compile_specs", list)():
+            for capability in CARDS:
+                registers, shared, stack, _ = compile_for(spec, capability)
+                print(f"sm_{capability:<5} {registers:9} {shared:8} {stack:6}  {spec.name}")
+
+
 def _run(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    main()

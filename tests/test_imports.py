@@ -13,8 +13,9 @@ ENGINE_PACKAGES = {"torch", "numpy", "tiktoken", "engine", "ops", "formats"}
 EDGES = {"engine/server.py": {"sanic"}, "engine/device.py": {"triton"}}
 TORCH_FREE = {"engine/requests.py", "engine/scheduler.py", "engine/config.py", "engine/presets.py", "engine/errors.py"}
 COMPUTES = set(
-    "matmul mm bmm einsum softmax log_softmax sigmoid tanh exp log topk sort argmax multinomial linear silu addmm baddbmm "  # noqa: SIM905
-    "scaled_dot_product_attention sum mean cumsum add sub mul div rsqrt sqrt where clamp rand randn autotune".split()
+    "matmul mm bmm einsum softmax log_softmax sigmoid tanh exp log topk sort argmax multinomial linear silu "  # noqa: SIM905
+    "addmm baddbmm scaled_dot_product_attention sum mean cumsum add sub mul div rsqrt sqrt where clamp rand randn "
+    "autotune".split()
 )
 
 

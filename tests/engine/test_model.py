@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -20,13 +19,46 @@ def relative_error(a: Tensor, b: Tensor) -> float:
     return ((a.double().cpu() - b).norm() / b.norm()).item()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
-def test_logits_equal_the_reference(folder: Path, device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
-    model = open_small(folder, device, dtype)
+def test_fp32_logits_equal_the_reference(folder: Path, device: torch.device) -> None:
+    model = open_small(folder, device, torch.float32)
     ids = made_up_ids(21, model.cfg.vocab)
     want = reference_logits(json.loads((folder / "config.json").read_text()), load_ftw(folder), ids)
-    error = relative_error(run_chunks(model, ids, 21), want)
-    assert error <= tolerance, f"relative error {error:.2e}"
+    assert relative_error(run_chunks(model, ids, 21), want) <= 1e-4
+
+
+class SameExperts:
+    """Lets the reference follow the engine's choice of experts, after seeing that it was all but as good.
+
+    Where two experts' scores differ by less than the rounding of activations, either is right, and what follows
+    differs by more than rounding.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.chosen: list[Tensor] = []
+        self.fetch = model.store.fetch
+
+    def record(self, layer: int, ids_ta: Tensor) -> Tensor:
+        self.chosen.append(ids_ta.cpu().long())
+        return self.fetch(layer, ids_ta)
+
+    def __call__(self, choice: Tensor, n_active: int) -> Tensor:
+        ids = self.chosen.pop(0)
+        assert (ids.sort().values.diff() > 0).all(), "an expert was chosen twice"
+        least = choice.topk(n_active).values[:, -1:]
+        assert (choice.gather(1, ids) >= least - 0.03).all()
+        return ids
+
+
+def test_bf16_logits_equal_the_reference(folder: Path, device: torch.device) -> None:
+    model = open_small(folder, device, torch.bfloat16)
+    ids = made_up_ids(21, model.cfg.vocab)
+    experts = SameExperts(model)
+    plan = make_plan([chunk(ids, 0, 0, [0])], device)
+    state = new_state(model.cfg, 1, 1, model.dtype, device)
+    logits, _ = step(model.cfg, model.params, state, plan, experts.record)
+    config = json.loads((folder / "config.json").read_text())
+    error = relative_error(logits, reference_logits(config, load_ftw(folder), ids, experts))
+    assert error <= 2e-2, f"relative error {error:.2e}"
 
 
 def test_chunks_do_not_change_a_bit(folder: Path, device: torch.device) -> None:

@@ -10,30 +10,33 @@ from tests.reference.attention_residual import mix
 from tests.reference.norm import rms_norm
 
 
-def logits(config: Mapping[str, Any], weights: Mapping[str, Tensor], ids: Sequence[int]) -> Tensor:
+def logits(
+    config: Mapping[str, Any], weights: Mapping[str, Tensor], ids: Sequence[int], choose: moe.Choose = moe.highest
+) -> Tensor:
     """Logits [T, V] of one sequence.
 
     Args:
         config: parsed ``config.json``.
         weights: float64, by their names in a checkpoint without ``language_model.``.
         ids: tokens.
+        choose: picks the experts, layer after layer.
     """
     text = config.get("text_config", config)
     x = weights["model.embed_tokens.weight"][tensor(ids)]
     run = _mixed if text.get("attn_res_block_size") else _plain
-    y = rms_norm(run(x, weights, text), weights["model.norm.weight"], text["rms_norm_eps"])
+    y = rms_norm(run(x, weights, text, choose), weights["model.norm.weight"], text["rms_norm_eps"])
     return y @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).T
 
 
-def _plain(x: Tensor, weights: Mapping[str, Tensor], text: Mapping[str, Any]) -> Tensor:
+def _plain(x: Tensor, weights: Mapping[str, Tensor], text: Mapping[str, Any], choose: moe.Choose) -> Tensor:
     for i in range(text["num_hidden_layers"]):
         w = part(weights, f"model.layers.{i}.")
         x = x + _attention(rms_norm(x, w["input_layernorm.weight"], text["rms_norm_eps"]), w, text, i)
-        x = x + _ffn(rms_norm(x, w["post_attention_layernorm.weight"], text["rms_norm_eps"]), w, text)
+        x = x + _ffn(rms_norm(x, w["post_attention_layernorm.weight"], text["rms_norm_eps"]), w, text, choose)
     return x
 
 
-def _mixed(x: Tensor, weights: Mapping[str, Tensor], text: Mapping[str, Any]) -> Tensor:
+def _mixed(x: Tensor, weights: Mapping[str, Tensor], text: Mapping[str, Any], choose: moe.Choose) -> Tensor:
     eps = text["rms_norm_eps"]
     blocks: list[Tensor] = []
     prefix: Tensor | None = x
@@ -49,7 +52,7 @@ def _mixed(x: Tensor, weights: Mapping[str, Tensor], text: Mapping[str, Any]) ->
         a = _attention(rms_norm(h, w["input_layernorm.weight"], eps), w, text, i)
         prefix = a if prefix is None else prefix + a
         h = mix([*blocks, prefix], w["mlp_res_norm.weight"], w["mlp_res_proj.weight"], eps)
-        prefix = prefix + _ffn(rms_norm(h, w["post_attention_layernorm.weight"], eps), w, text)
+        prefix = prefix + _ffn(rms_norm(h, w["post_attention_layernorm.weight"], eps), w, text, choose)
     gain, proj = weights["model.output_attn_res_norm.weight"], weights["model.output_attn_res_proj.weight"]
     return mix([*blocks, prefix], gain, proj, eps)
 
@@ -59,10 +62,10 @@ def _attention(h: Tensor, w: Mapping[str, Tensor], text: Mapping[str, Any], i: i
     return (mla_layer if full else kda_layer).layer(h, part(w, "self_attn."), text)
 
 
-def _ffn(h: Tensor, w: Mapping[str, Tensor], text: Mapping[str, Any]) -> Tensor:
+def _ffn(h: Tensor, w: Mapping[str, Tensor], text: Mapping[str, Any], choose: moe.Choose) -> Tensor:
     experts = part(w, "block_sparse_moe.")
     if experts:
-        return moe.layer(h, experts, text)
+        return moe.layer(h, experts, text, choose)
     return moe.mlp(h, *(w[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down")), text)
 
 

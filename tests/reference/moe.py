@@ -1,6 +1,6 @@
 """Feed-forward layers: gated, and a mixture of experts (kimi-k3.md, sections 2.3, 2.4 and 9)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,14 @@ def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, text: Mapping[str, An
     return activate(x @ gate.T, x @ up.T, text) @ down.T
 
 
+Choose = Callable[[Tensor, int], Tensor]  # selection scores [T, E] and how many; gives ids [T, A]
+
+
+def highest(choice: Tensor, n_active: int) -> Tensor:
+    """Descending, the lowest id first among equals."""
+    return choice.argsort(dim=-1, descending=True, stable=True)[:, :n_active]
+
+
 def route(
     logits: Tensor,
     bias: Tensor,
@@ -31,6 +39,7 @@ def route(
     scale: float,
     n_groups: int = 1,
     top_groups: int = 1,
+    choose: Choose = highest,
 ) -> tuple[Tensor, Tensor]:
     """logits [T, E], bias [E]; gives ids and weights [T, A] in descending order of the selection score."""
     score = torch.sigmoid(logits)
@@ -41,14 +50,14 @@ def route(
         kept = torch.zeros_like(groups, dtype=torch.bool)
         kept[torch.arange(len(logits))[:, None], best] = True
         choice = groups.masked_fill(~kept, -torch.inf).flatten(-2)
-    ids = choice.argsort(dim=-1, descending=True, stable=True)[:, :n_active]
+    ids = choose(choice, n_active)
     weight = score.gather(-1, ids)
     if renormalize:
         weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
     return ids, weight * scale
 
 
-def layer(x: Tensor, w: Mapping[str, Tensor], text: Mapping[str, Any]) -> Tensor:
+def layer(x: Tensor, w: Mapping[str, Tensor], text: Mapping[str, Any], choose: Choose = highest) -> Tensor:
     """x [T, D] normed; w by their names after ``block_sparse_moe.``."""
     n_active = text["num_experts_per_token"]
     ids, weight = route(
@@ -59,6 +68,7 @@ def layer(x: Tensor, w: Mapping[str, Tensor], text: Mapping[str, Any]) -> Tensor
         scale=text.get("routed_scaling_factor", 1.0),
         n_groups=text.get("num_expert_group") or 1,
         top_groups=text.get("topk_group") or 1,
+        choose=choose,
     )
     z = x @ w["routed_expert_down_proj.weight"].T if "routed_expert_down_proj.weight" in w else x
     y = torch.zeros_like(z)
