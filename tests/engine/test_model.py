@@ -13,10 +13,8 @@ from engine.state import State, new_state
 from tests.reference.ftw_weights import load_ftw
 from tests.reference.model import logits as reference_logits
 from tests.reference.models import made_up_ids, open_small, run_chunks
-
-
-def relative_error(a: Tensor, b: Tensor) -> float:
-    return ((a.double().cpu() - b).norm() / b.norm()).item()
+from tests.reference.numbers import relative_error
+from tests.reference.same_experts import SameExperts
 
 
 def test_fp32_logits_equal_the_reference(folder: Path, device: torch.device) -> None:
@@ -26,36 +24,11 @@ def test_fp32_logits_equal_the_reference(folder: Path, device: torch.device) -> 
     assert relative_error(run_chunks(model, ids, 21), want) <= 1e-4
 
 
-class SameExperts:
-    """Lets the reference follow the engine's choice of experts, after seeing that it was all but as good.
-
-    Where two experts' scores differ by less than the rounding of activations, either is right, and what follows
-    differs by more than rounding.
-    """
-
-    def __init__(self, model: Model) -> None:
-        self.chosen: list[Tensor] = []
-        self.fetch = model.store.fetch
-
-    def record(self, layer: int, ids_ta: Tensor) -> Tensor:
-        self.chosen.append(ids_ta.cpu().long())
-        return self.fetch(layer, ids_ta)
-
-    def __call__(self, choice: Tensor, n_active: int) -> Tensor:
-        ids = self.chosen.pop(0)
-        assert (ids.sort().values.diff() > 0).all(), "an expert was chosen twice"
-        least = choice.topk(n_active).values[:, -1:]
-        assert (choice.gather(1, ids) >= least - 0.03).all()
-        return ids
-
-
 def test_bf16_logits_equal_the_reference(folder: Path, device: torch.device) -> None:
-    model = open_small(folder, device, torch.bfloat16)
-    ids = made_up_ids(21, model.cfg.vocab)
-    experts = SameExperts(model)
-    plan = make_plan([chunk(ids, 0, 0, [0])], device)
-    state = new_state(model.cfg, 1, 1, model.dtype, device)
-    logits, _ = step(model.cfg, model.params, state, plan, experts.record)
+    """Given the same experts: see ``SameExperts``."""
+    experts = SameExperts(open_small(folder, device, torch.bfloat16))
+    ids = made_up_ids(21, experts.model.cfg.vocab)
+    logits = run_chunks(experts.model, ids, 21)
     config = json.loads((folder / "config.json").read_text())
     error = relative_error(logits, reference_logits(config, load_ftw(folder), ids, experts))
     assert error <= 2e-2, f"relative error {error:.2e}"
@@ -69,6 +42,7 @@ def test_chunks_do_not_change_a_bit(folder: Path, device: torch.device) -> None:
     for chunk in (64, 7):
         assert torch.equal(whole, run_chunks(model, ids, chunk)), f"chunks of {chunk}"
     assert torch.equal(whole[:19], run_chunks(model, ids[:19], 1)), "token by token"
+    assert torch.equal(whole, run_chunks(model, ids, 62, then=1)), "token by token over the end of a page"
 
 
 class Batch:

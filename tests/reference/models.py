@@ -13,7 +13,7 @@ from formats.synthetic import write_checkpoint
 
 SMALL_K3 = scale(
     KIMI_K3,
-    layers=5,
+    layers=4,
     kda_heads=2,
     kda_head_dim=64,
     vocab_size=320,
@@ -29,7 +29,7 @@ SMALL_K3 = scale(
     num_experts_per_token=3,
     moe_intermediate_size=64,
     routed_expert_hidden_size=96,
-    attn_res_block_size=2,
+    attn_res_block_size=3,
 )
 
 SMALL_LINEAR: dict[str, Any] = {
@@ -81,7 +81,7 @@ KINDS = {
 }
 
 
-def make_model(kind: str, folder: Path, seed: int = 7) -> Path:
+def make_model(kind: str, folder: Path, seed: int = 8) -> Path:
     """Write the source checkpoint ``folder/source`` and its conversion; returns the latter's folder."""
     config, experts, attention = KINDS[kind]
     write_checkpoint(folder / "source", config, seed=seed, experts=experts, attention=attention)
@@ -89,14 +89,15 @@ def make_model(kind: str, folder: Path, seed: int = 7) -> Path:
     return folder / "ftw"
 
 
-def run_chunks(model: Model, ids: list[int], chunk: int) -> Tensor:
-    """Logits of every token, the sequence fed ``chunk`` tokens a step."""
+def run_chunks(model: Model, ids: list[int], chunk: int, then: int | None = None) -> Tensor:
+    """Logits of every token, the sequence fed ``chunk`` tokens a step, or ``chunk`` and after it ``then``."""
     sequence = new_sequence(model, len(ids))
     for tensor in sequence.state:
         tensor.fill_(float("nan"))
     parts = []
-    for past in range(0, len(ids), chunk):
-        part = ids[past : past + chunk]
+    starts = [0, *range(chunk, len(ids), then or chunk)]
+    for past, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+        part = ids[past:end]
         parts.append(extend(model, sequence, part, past, range(len(part))))
     return torch.cat(parts)
 
