@@ -44,11 +44,10 @@ def tanh(x):
 @triton.jit
 def glu(g, u, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
     """Gate ``g`` times up ``u``: SiTU, or SiLU where BETA is None."""
-    if BETA is None:
-        return g * tl.sigmoid(g) * u
     if LINEAR_BETA is not None:
         u = LINEAR_BETA * tanh(u / LINEAR_BETA)
-    return BETA * tanh(g / BETA) * tl.sigmoid(g) * u
+    bounded = g if BETA is None else BETA * tanh(g / BETA)
+    return bounded * tl.sigmoid(g) * u
 
 
 class Tiles(NamedTuple):
@@ -170,7 +169,9 @@ def compile_specs() -> list[Spec]:
     scalars = dict.fromkeys(("stride_x", "stride_g", "stride_y", "n_tokens"), "i32")
     situ = {"F": 6144, "BETA": 4.0, "LINEAR_BETA": 25.0, "BLOCK_T": 1, "BLOCK_F": 2048}
     gate = {"N": 12288, "BLOCK_T": 1, "BLOCK_N": 2048}
+    silu = situ | {"BETA": None, "LINEAR_BETA": None}
     return [
+        Spec("silu_gate", _glu_kernel, pointers | scalars, silu, {"num_warps": 4}),
         Spec("situ_gate", _glu_kernel, pointers | scalars, situ, {"num_warps": 4}),
         Spec("sigmoid_gate", _sigmoid_gate_kernel, pointers | scalars, gate, {"num_warps": 4}),
     ]

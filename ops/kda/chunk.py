@@ -153,14 +153,19 @@ def kda_chunk_(
 
 
 def compile_specs() -> list[Spec]:
-    """Kimi K3: 96 heads of 128 x 128."""
+    """Kimi K3: 96 heads of 128 x 128; Kimi-Linear's unbounded gate at the same sizes."""
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "decay_ptr", "beta_ptr"), "*bf16")
     types |= dict.fromkeys(("mem_ptr", "a_log_ptr", "dt_bias_ptr", "pairs_ptr", "solve_ptr", "o_ptr"), "*fp32")
     types |= dict.fromkeys(("start_ptr", "slot_ptr", "past_ptr"), "*i32")
     types |= dict.fromkeys(("stride_q", "stride_k", "stride_v", "stride_decay", "stride_beta", "most"), "i32")
-    sizes = {"H": 96, "K": 128, "LOWER": -5.0, "SCALE": 128**-0.5}
+    sizes = {"H": 96, "K": 128, "SCALE": 128**-0.5}
     carry = sizes | {"P": 128, "BLOCK_K": 128, "BLOCK_P": 16}
+    forms = (
+        ("prepare", _prepare_kernel, sizes | {"CC": CHANNELS}, {"num_warps": 4, "num_stages": 1}),
+        ("carry", _carry_kernel, carry, {"num_warps": 8, "num_stages": 1}),
+    )
     return [
-        Spec("kda_chunk_prepare", _prepare_kernel, types, sizes | {"CC": CHANNELS}, {"num_warps": 4, "num_stages": 1}),
-        Spec("kda_chunk_carry", _carry_kernel, types, carry, {"num_warps": 8, "num_stages": 1}),
+        Spec(f"kda_chunk_{name}{suffix}", kernel, types, constants | {"LOWER": lower}, options)
+        for name, kernel, constants, options in forms
+        for suffix, lower in (("", -5.0), ("_unbounded", None))
     ]

@@ -20,8 +20,10 @@ def log_decay(a, a_log, dt_bias, LOWER: tl.constexpr):
     """Logarithm of the decay, negative. LOWER None: unbounded."""
     x = a + dt_bias
     if LOWER is None:
-        return -tl.exp(a_log) * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
-    return LOWER * tl.sigmoid(tl.exp(a_log) * x)
+        g = -tl.exp(a_log) * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
+    else:
+        g = LOWER * tl.sigmoid(tl.exp(a_log) * x)
+    return g
 
 
 def expect_kda(

@@ -113,12 +113,15 @@ def kda_recurrent_(
 
 
 def compile_specs() -> list[Spec]:
-    """Kimi K3: 96 heads of 128 x 128."""
+    """Kimi K3: 96 heads of 128 x 128; Kimi-Linear's unbounded gate at the same sizes."""
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "decay_ptr", "beta_ptr"), "*bf16")
     types |= dict.fromkeys(("mem_ptr", "a_log_ptr", "dt_bias_ptr", "o_ptr"), "*fp32")
     types |= dict.fromkeys(("start_ptr", "slot_ptr", "past_ptr"), "*i32")
     types |= dict.fromkeys(("stride_q", "stride_k", "stride_v", "stride_decay", "stride_beta"), "i32")
     tile = tiles(96, 128, "cuda")
-    sizes = {"H": 96, "K": 128, "P": 128, "LOWER": -5.0, "SCALE": 128**-0.5}
+    sizes = {"H": 96, "K": 128, "P": 128, "SCALE": 128**-0.5}
     sizes |= {"BLOCK_H": tile.heads, "BLOCK_K": 128, "BLOCK_P": tile.values}
-    return [Spec("kda_recurrent", _kda_recurrent_kernel, types, sizes, {"num_warps": tile.warps})]
+    return [
+        Spec(name, _kda_recurrent_kernel, types, sizes | {"LOWER": lower}, {"num_warps": tile.warps})
+        for name, lower in (("kda_recurrent", -5.0), ("kda_recurrent_unbounded", None))
+    ]

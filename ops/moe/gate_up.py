@@ -89,15 +89,16 @@ def expert_gate_up(x_tz: Tensor, rows: Rows, alignment: Alignment, n_active: int
 
 
 def compile_specs() -> list[Spec]:
-    """Kimi K3 in each format."""
+    """Kimi K3 in each format; bf16 with Kimi-Linear's gate."""
     types = dict.fromkeys(("stride_x", "stride_w", "stride_s", "stride_g", "stride_h"), "i32")
     types |= {"x_ptr": "*bf16", "h_ptr": "*bf16", "route_ptr": "*i32", "row_ptr": "*i32"}
-    shape = {"F": 3072, "Z": 3584, "A": 16, "BETA": 4.0, "LINEAR_BETA": 25.0, "TILE": TILE, "DOT": tl.bfloat16}
+    shape = {"F": 3072, "Z": 3584, "A": 16, "TILE": TILE, "DOT": tl.bfloat16}
+    situ, silu = {"BETA": 4.0, "LINEAR_BETA": 25.0}, {"BETA": None, "LINEAR_BETA": None}
     packed = {"w_ptr": "*u8", "scale_ptr": "*u8"}
     forms = [
-        ("nvfp4", NVFP4.value, packed | {"global_ptr": "*fp32"}, {}),
-        ("mxfp4", MXFP4.value, packed, {"global_ptr": None}),
-        ("bf16", BF16.value, {"w_ptr": "*bf16"}, {"scale_ptr": None, "global_ptr": None}),
+        ("nvfp4", NVFP4.value, packed | {"global_ptr": "*fp32"}, situ),
+        ("mxfp4", MXFP4.value, packed, situ | {"global_ptr": None}),
+        ("bf16", BF16.value, {"w_ptr": "*bf16"}, silu | {"scale_ptr": None, "global_ptr": None}),
     ]
     specs = []
     for name, form, pointers, absent in forms:
