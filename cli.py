@@ -136,7 +136,7 @@ def generate(
     chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     sampling = sampling_for(model, {name: value for name, value in chosen.items() if value is not None})
     opened = open_model(model, device, exact=not fast)
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, opened.cfg.vocab)
     chat = prompt is not None and not raw
     if ids is None:
         assert prompt is not None

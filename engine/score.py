@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.errors import RequestError
+from engine.errors import EngineError, RequestError
 from engine.generate import Model, extend, new_sequence
 from engine.requests import check_ids
 from ops.sampling import log_prob
@@ -34,32 +34,40 @@ def score_text(model: Model, ids: tuple[int, ...], chunk: int, logits_file: Path
     Raises:
         RequestError: fewer than two tokens, or an id outside the vocabulary.
         CapacityError: the text is longer than the model's positions.
+        EngineError: the model gives a token no probability.
     """
     if len(ids) < 2:
         raise RequestError(f"the text is {len(ids)} tokens, want at least two")
     check_ids(ids, model.cfg.vocab)
+    if logits_file is None:
+        log_probs = _log_probs(model, ids, chunk, None)
+    else:
+        partial = logits_file.with_name(f".{logits_file.name}.partial")
+        try:
+            out = np.lib.format.open_memmap(partial, "w+", np.float32, (len(ids), model.cfg.vocab))
+            log_probs = _log_probs(model, ids, chunk, out)
+            out.flush()
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            partial.rename(logits_file)
+        finally:
+            partial.unlink(missing_ok=True)
+    mean = math.fsum(log_probs) / len(log_probs)
+    if not -700 < mean <= 0:
+        raise EngineError(f"the mean log-probability is {mean}, want a finite perplexity")
+    return Score(list(ids), [None, *log_probs], math.exp(-mean))
+
+
+def _log_probs(model: Model, ids: tuple[int, ...], chunk: int, out: np.ndarray | None) -> list[float]:
+    """Of every token but the first. WRITTEN: out, with the logits of every token."""
     sequence = new_sequence(model, len(ids))
-    log_probs: list[float | None] = [None]
-    partial = None if logits_file is None else logits_file.with_name(f".{logits_file.name}.partial")
-    if partial is not None:
-        out = np.lib.format.open_memmap(partial, "w+", np.float32, (len(ids), model.cfg.vocab))
+    log_probs: list[float] = []
     for past in range(0, len(ids), chunk):
         part = list(ids[past : past + chunk])
         logits_tv = extend(model, sequence, part, past, range(len(part)))
-        if partial is not None:
+        if out is not None:
             out[past : past + len(part)] = logits_tv.cpu().numpy()
         following = ids[past + 1 : past + 1 + len(part)]
         next_t = torch.tensor(following, dtype=torch.int32, device=model.device)
         log_probs += log_prob(logits_tv[: len(following)], next_t).tolist()
-    if partial is not None and logits_file is not None:
-        _finish(out, partial, logits_file)
-    known = [value for value in log_probs if value is not None]
-    return Score(list(ids), log_probs, math.exp(-math.fsum(known) / len(known)))
-
-
-def _finish(out: np.memmap, partial: Path, final: Path) -> None:
-    """Make the file durable, then give it its name."""
-    out.flush()
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.rename(final)
+    return log_probs

@@ -77,14 +77,20 @@ class Tokenizer:
         return b"".join(self.encoding.decode_single_token_bytes(token) for token in ids)
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, vocab: int | None = None) -> Tokenizer:
     """Read ``tiktoken.model`` and ``tokenizer_config.json``.
 
+    Args:
+        folder: where they lie.
+        vocab: tokens of the model; the tokenizer must have as many.
+
     Raises:
-        EngineError: a file is missing or malformed.
+        EngineError: a file is missing or malformed, or made for another model.
     """
     ranks = _read_ranks(folder / "tiktoken.model")
     base = len(ranks)
+    if vocab is not None and base + SPECIAL_SLOTS != vocab:
+        raise EngineError(f"{folder / 'tiktoken.model'} makes {base + SPECIAL_SLOTS} tokens, the model has {vocab}")
     names = _read_names(folder / "tokenizer_config.json", base)
     special = {names.get(slot, f"<|reserved_token_{slot}|>"): slot for slot in range(base, base + SPECIAL_SLOTS)}
     return Tokenizer(tiktoken.Encoding("kimi", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special), special)

@@ -63,11 +63,8 @@ def compile_for(spec: Spec, capability: int) -> Compiled:
 
 
 def main() -> None:
-    import ops
-
-    modules = sys.argv[1:] or [
-        module.name for module in pkgutil.walk_packages(ops.__path__, "ops.") if not module.ispkg
-    ]
+    found = pkgutil.walk_packages([str(Path(__file__).parent)], "ops.")
+    modules = sys.argv[1:] or [module.name for module in found if not module.ispkg]
     print("card     registers   shared  stack  kernel")
     for module in modules:
         for spec in getattr(import_module(module), "compile_specs", list)():

@@ -93,7 +93,8 @@ def compile_specs() -> list[Spec]:
     types = dict.fromkeys(("stride_x", "stride_w", "stride_s", "stride_g", "stride_h"), "i32")
     types |= {"x_ptr": "*bf16", "h_ptr": "*bf16", "route_ptr": "*i32", "row_ptr": "*i32"}
     shape = {"F": 3072, "Z": 3584, "A": 16, "TILE": TILE, "DOT": tl.bfloat16}
-    situ, silu = {"BETA": 4.0, "LINEAR_BETA": 25.0}, {"BETA": None, "LINEAR_BETA": None}
+    situ: dict[str, float | None] = {"BETA": 4.0, "LINEAR_BETA": 25.0}
+    silu: dict[str, float | None] = dict.fromkeys(situ)
     packed = {"w_ptr": "*u8", "scale_ptr": "*u8"}
     forms = [
         ("nvfp4", NVFP4.value, packed | {"global_ptr": "*fp32"}, situ),

@@ -200,3 +200,10 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = load_tokenizer(tmp_path / "out")
     assert made.vocab == 280 + 256
     assert len(made.encode_text("assert tokenizer")) < len("assert tokenizer")
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    vocab = make_tokenizer(tmp_path).vocab
+    assert load_tokenizer(tmp_path, vocab).vocab == vocab
+    with pytest.raises(EngineError, match=rf"makes {vocab} tokens, the model has {vocab + 1}"):
+        load_tokenizer(tmp_path, vocab + 1)

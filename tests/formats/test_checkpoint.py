@@ -190,6 +190,7 @@ def test_a_name_with_and_without_the_prefix(copy: Callable[[str], Path]) -> None
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_file_missing(copy: Callable[[str], Path], name: str) -> None:
+    """B14; a shard that is missing, a tensor that is renamed or occurs twice are among the changes below."""
     source = copy("mxfp4")
     (source / name).unlink()
     refused(source, r"config\.json is missing|holds neither model.safetensors.index.json nor model.safetensors")

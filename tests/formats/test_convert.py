@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,8 +27,9 @@ from formats.journal import JOURNAL_NAME
 from formats.layout import padded
 from formats.reader import FtwReader, open_ftw
 from formats.safetensors import Tensor, read, read_header, write_safetensors
+from formats.synthetic import write_checkpoint
 from formats.verify import verify
-from tests.reference.sources import KINDS, make_source
+from tests.reference.sources import K3, KINDS, make_source
 
 SHARD_LIMIT = 256 * 1024
 BANKS = {
@@ -416,6 +418,22 @@ def test_folders_that_are_refused(k3: Path, whole: Path, tmp_path: Path) -> None
                 convert(source, out, resume=resume)
     assert not (tmp_path / "out").exists()
     assert contents(whole) == before
+
+
+def test_memory_holds_less_than_a_layer_of_experts(tmp_path: Path) -> None:
+    config = K3 | {"text_config": K3["text_config"] | {"num_experts": 64, "moe_intermediate_size": 256}}
+    config["text_config"] |= {"routed_expert_hidden_size": 256}
+    write_checkpoint(tmp_path / "source", config, seed=1, experts="nvfp4", attention="fp8")
+    tracemalloc.start()
+    try:
+        convert(tmp_path / "source", tmp_path / "out")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    reader = open_ftw(tmp_path / "out")
+    layer = sum(reader.row_format(bank).nbytes for bank in reader.banks) * reader.experts
+    assert layer > 6 << 20 and reader.layers == 3
+    assert peak < layer
 
 
 def test_full_drive(k3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,7 @@ def test_index_lies(lie: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 4096, 16384])
 @pytest.mark.parametrize("shard", [0, 3, 6])
 def test_truncated_shard(shard: int, cut: int, tmp_path: Path) -> None:
+    """B13: never read as zeros."""
     root = copy("ftw-sample-many-shards", tmp_path)
     path = root / f"freetoken-{shard:05d}.ftw"
     length = path.stat().st_size
@@ -131,6 +132,7 @@ def test_longer_shard(tmp_path: Path) -> None:
 
 
 def test_missing_and_stale_files(tmp_path: Path) -> None:
+    """B14."""
     root = copy("ftw-sample-many-shards", tmp_path)
     (root / "freetoken-00007.ftw").write_bytes(bytes(4096))
     refuse(root, "00007.ftw is not in the index")

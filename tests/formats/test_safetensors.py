@@ -68,6 +68,7 @@ def test_data_begin_at_a_multiple_of_eight(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [1, 4096, 8000])
 def test_truncation_is_found_at_once(tmp_path: Path, cut: int) -> None:
+    """B13."""
     path = tmp_path / "a.safetensors"
     write_safetensors(path, {"a": ("float32", np.ones(10, np.float32)), "b": ("float32", np.ones(2000, np.float32))})
     size = path.stat().st_size
