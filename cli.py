@@ -204,12 +204,17 @@ def parse_ids(text: str) -> tuple[int, ...]:
 
 
 def show(report: dict[str, Any], as_json: bool) -> None:
-    """Print a report: one JSON object, or a line a field."""
+    """Print a report: one JSON object, or a line a field; what has fields of its own is indented."""
     if as_json:
         print(json.dumps(report, default=str))
         return
     for name, value in report.items():
-        print(f"{name.replace('_', ' ')}: {value}")
+        if isinstance(value, dict):
+            print(f"{name.replace('_', ' ')}:")
+            for key, part in value.items():
+                print(f"  {key}: {', '.join(f'{k} {v}' for k, v in part.items()) if isinstance(part, dict) else part}")
+        else:
+            print(f"{name.replace('_', ' ')}: {value}")
 
 
 if __name__ == "__main__":

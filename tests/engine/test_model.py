@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
-from engine.generate import Model
+from engine.generate import Model, open_model
 from engine.model import step
 from engine.plan import Chunk, make_plan
 from engine.state import State, new_state
@@ -24,9 +25,10 @@ def test_fp32_logits_equal_the_reference(folder: Path, device: torch.device) -> 
     assert relative_error(run_chunks(model, ids, 21), want) <= 1e-4
 
 
-def test_bf16_logits_equal_the_reference(folder: Path, device: torch.device) -> None:
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+def test_bf16_logits_equal_the_reference(folder: Path, device: torch.device, exact: bool) -> None:
     """Given the same experts: see ``SameExperts``."""
-    experts = SameExperts(open_small(folder, device, torch.bfloat16))
+    experts = SameExperts(open_model(folder, device, dtype=torch.bfloat16, exact=exact))
     ids = made_up_ids(21, experts.model.cfg.vocab)
     logits = run_chunks(experts.model, ids, 21)
     config = json.loads((folder / "config.json").read_text())

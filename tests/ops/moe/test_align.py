@@ -28,7 +28,7 @@ def check(rows_ta: torch.Tensor, n_rows: int) -> None:
     assert got.route_m.tolist() == route_m + [-1] * (len(got.route_m) - len(route_m))
 
 
-@pytest.mark.parametrize("n_tokens", [0, 1, 2, 12, 13, 33, 63, 300])
+@pytest.mark.parametrize("n_tokens", [0, 1, 2, 12, 13, 33, 63, 300, 2000])
 @pytest.mark.parametrize(("n_rows", "n_active"), [(8, 5), (40, 5), (896, 3)])
 def test_groups(device: torch.device, n_tokens: int, n_rows: int, n_active: int) -> None:
     torch.manual_seed(n_tokens)
