@@ -61,7 +61,7 @@ def tiles(width: int, device: str) -> Tiles:
     return Tiles(16, min(block, 4096)) if device == "cpu" else Tiles(1, min(block, 2048))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _glu_kernel(
     x_ptr, y_ptr, stride_x, stride_y, n_tokens, F: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
@@ -76,7 +76,7 @@ def _glu_kernel(
     tl.store(y_ptr + t * stride_y + f, cast(y, y_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _sigmoid_gate_kernel(
     x_ptr, g_ptr, y_ptr, stride_x, stride_g, stride_y, n_tokens, N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -18,7 +18,7 @@ from ops.checks import describe, expect
 from ops.compile import Spec
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "n_tokens"])
 def _mix_rms_norm_kernel(
     v_ptr, w_ptr, p_ptr, gain_ptr, y_ptr, stride_v, count, eps, n_tokens,
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -13,7 +13,7 @@ from ops.checks import describe, expect
 from ops.compile import Spec
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _gather_kernel(
     ids_ptr, table_ptr, scale_ptr, y_ptr, stride_table, stride_y, n_tokens, D: tl.constexpr, FP8: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -43,7 +43,7 @@ def tiles(n: int, k: int, device: str, fp32: bool) -> Tiles:
     return Tiles(32, 64, 4, 2) if fp32 else Tiles(64, 128, 4, 3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _linear_kernel(
     x_ptr, w_ptr, s_ptr, y_ptr, stride_x, stride_y, n_tokens,
     N: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr, BLOCK_S: tl.constexpr, DOT: tl.constexpr,

@@ -35,7 +35,7 @@ def normalise(x, w, eps, D: tl.constexpr, DTYPE: tl.constexpr):
     return cast(x * scale[:, None], DTYPE).to(tl.float32) * w
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _rms_norm_kernel(
     x_ptr, w_ptr, y_ptr, stride_x, stride_y, eps, n_tokens, D: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -50,7 +50,7 @@ def _rms_norm_kernel(
     tl.store(y_ptr + t * stride_y + d, cast(y, y_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _gated_rms_norm_kernel(
     o_ptr, g_ptr, w_ptr, y_ptr, stride_o, stride_g, stride_y, eps, n_rows, H: tl.constexpr, P: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,

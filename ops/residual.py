@@ -13,7 +13,7 @@ from ops.checks import describe, expect
 from ops.compile import Spec
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _add_kernel(x_ptr, y_ptr, n, FRESH: tl.constexpr, BLOCK: tl.constexpr):
     # one program per block of elements
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -23,7 +23,7 @@ def _add_kernel(x_ptr, y_ptr, n, FRESH: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(x_ptr + i, cast(y, x_ptr.dtype.element_ty), mask=i < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _add_rms_norm_kernel(
     x_ptr, y_ptr, w_ptr, z_ptr, eps, n_tokens, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip

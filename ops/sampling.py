@@ -137,7 +137,7 @@ def _draw(
     return tl.min(tl.where(best == tl.max(best, axis=1)[:, None], at, V), axis=1)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _argmax_kernel(
     x_ptr, out_ptr, stride_x, n_rows, V: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -147,7 +147,7 @@ def _argmax_kernel(
     tl.store(out_ptr + b, token, mask=b < n_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _sample_kernel(
     x_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr, stride_x, n_rows,
     V: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr, DIGIT: tl.constexpr,
@@ -181,7 +181,7 @@ def _sample_kernel(
     tl.store(out_ptr + b, token, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _log_prob_kernel(
     x_ptr, id_ptr, out_ptr, stride_x, n_rows, V: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

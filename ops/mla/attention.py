@@ -39,7 +39,7 @@ def tiles(fp32: bool, device: str) -> Tiles:
     return Tiles(16, 16, 8) if fp32 else Tiles(16, 32, 4)
 
 
-@triton.jit(do_not_specialize=["splits", "stride_pages"])
+@triton.jit(do_not_specialize=["stride_pages", "splits"])
 def _split_kernel(
     q_ptr, cache_ptr, pages_ptr, seq_ptr, position_ptr, o_ptr, top_ptr, total_ptr, stride_pages, scale, splits,
     H: tl.constexpr, R: tl.constexpr, ROPE: tl.constexpr, U: tl.constexpr, MERGED: tl.constexpr, SPAN: tl.constexpr,

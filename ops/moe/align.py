@@ -54,7 +54,7 @@ def _fill_up(route_ptr, first, count, TILE: tl.constexpr):
     tl.store(route_ptr + (first + count // TILE)[:, None] * TILE + i, -1, mask=hole)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_routes", "n_tiles"])
 def _align_few_kernel(rows_ptr, route_ptr, row_ptr, n_routes, n_tiles, TILE: tl.constexpr, BLOCK_M: tl.constexpr):
     # one program: every route looks at every other
     m = tl.arange(0, BLOCK_M)
@@ -84,14 +84,14 @@ def _count(rows_ptr, r, n_routes, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr):
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_routes"])
 def _count_kernel(rows_ptr, count_ptr, n_routes, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr):
     # one program per block of expert rows
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     tl.store(count_ptr + r, _count(rows_ptr, r, n_routes, BLOCK_R, BLOCK_M), mask=r < R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_routes", "n_tiles"])
 def _place_kernel(
     rows_ptr, count_ptr, route_ptr, row_ptr, n_routes, n_tiles, R: tl.constexpr, TILE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_ALL: tl.constexpr,

@@ -30,7 +30,7 @@ def tiles(width: int, device: str) -> Tiles:
     return Tiles(16, min(block, 4096)) if device == "cpu" else Tiles(1, min(block, 1024))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _combine_kernel(
     y_ptr, weight_ptr, out_ptr, stride_y, stride_w, stride_o, n_tokens, Z: tl.constexpr, A: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_Z: tl.constexpr,

@@ -62,7 +62,7 @@ def _in_top_groups(
     return inside
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _route_kernel(
     z_ptr, bias_ptr, ids_ptr, weight_ptr, stride_z, n_tokens, scale, E: tl.constexpr, A: tl.constexpr,
     RENORMALIZE: tl.constexpr, G: tl.constexpr, TOP_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
