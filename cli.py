@@ -4,17 +4,18 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 app = typer.Typer(
-    help="Run Kimi K3 on one machine that cannot hold it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 ModelPath = Annotated[Path, typer.Option("--model", help="FTW folder, as made by 'rowstream convert'.")]
@@ -61,6 +62,22 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, label: bar.update(task, completed=done, total=total, description=label)
+
+
+def show_version(wanted: bool) -> None:
+    """Print the installed version and stop."""
+    if wanted:
+        print(f"rowstream {version('rowstream')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    _version: Annotated[
+        bool, typer.Option("--version", "-V", is_eager=True, callback=show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Run Kimi K3 on one machine that cannot hold it."""
 
 
 @app.command()

@@ -153,6 +153,11 @@ def test_wrong_usage_is_2(args: tuple[object, ...]) -> None:
     assert run(*args, code=2).stderr
 
 
+def test_version_and_help() -> None:
+    assert run("--version").stdout.startswith("rowstream ")
+    assert "generate" in run("-h").stdout
+
+
 def test_interrupt_is_130() -> None:
     command = [
         sys.executable,
