@@ -144,9 +144,10 @@ def generate(
     from engine.device import open_device
 
     device = open_device()
-    from engine.answer import Delta, complete
-    from engine.chat import PlainParser, parser_for, prompt_ids
+    from engine.answer import complete
+    from engine.chat import Frame, prompt_ids
     from engine.generate import open_model
+    from engine.parser import Delta, PlainParser, parser_for
     from engine.requests import Request, sampling_for
     from engine.tokenizer import load_tokenizer
 
@@ -161,7 +162,7 @@ def generate(
         if chat:
             system_turn = [] if system is None else [{"role": "system", "content": system}]
             messages = [*system_turn, {"role": "user", "content": prompt}]
-            ids = prompt_ids(tokenizer, opened.cfg.model_type, messages, thinking=thinking)
+            ids = prompt_ids(tokenizer, opened.cfg.model_type, messages, Frame(thinking=thinking))
     request = Request(ids, sampling, max_tokens, tokenizer.end_ids | set(opened.cfg.eos_ids), prefill_chunk)
     parser = parser_for(tokenizer, opened.cfg.model_type, thinking=thinking) if chat else PlainParser(tokenizer)
     for event in complete(opened, parser, request, stop or ()):
@@ -171,7 +172,7 @@ def generate(
             dim = event.channel == "reasoning" and sys.stdout.isatty()
             print(f"\x1b[2m{event.text}\x1b[0m" if dim else event.text, end="", flush=True)
     if as_json:
-        print(json.dumps(finish._asdict()))
+        print(json.dumps(finish._asdict() | {"tool_calls": [call._asdict() for call in finish.tool_calls]}))
         return
     print()
     print(

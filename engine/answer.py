@@ -5,25 +5,18 @@ Text comes out as soon as it is certain: no half characters, no beginning of a m
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from engine.generate import Model, generate
+from engine.parser import Delta, Parser
 from engine.requests import Request
 
 
-class Parser(Protocol):
-    """Turns tokens into text of named channels."""
+class ToolCall(NamedTuple):
+    """A call of a tool; ``arguments`` is JSON as the model wrote it, cut short where the answer was."""
 
-    def feed(self, token: int) -> list[tuple[str, str]]: ...
-
-    def finish(self) -> list[tuple[str, str]]: ...
-
-
-class Delta(NamedTuple):
-    """New text of one channel, "reasoning" or "content"."""
-
-    channel: str
-    text: str
+    name: str
+    arguments: str
 
 
 class Finish(NamedTuple):
@@ -31,10 +24,11 @@ class Finish(NamedTuple):
 
     text: str
     reasoning: str
+    tool_calls: list[ToolCall]
     token_ids: list[int]
     prompt_tokens: int
     completion_tokens: int
-    finish_reason: str  # "stop": a stop token or string; "length": max_tokens reached
+    finish_reason: str  # "stop": a stop token or string; "length": max_tokens reached; "tool_calls"
     ttft_s: float  # from the request to its first token
     tokens_per_s: float  # of the tokens after the first; 0 for a single one
     bytes_read: int
@@ -73,6 +67,58 @@ class StopFilter:
         return max(sizes, default=0)
 
 
+class Transcript:
+    """Collects an answer's deltas, with the stop strings applied to its content."""
+
+    def __init__(self, parser: Parser, stops: Iterable[str]) -> None:
+        self._parser = parser
+        self._cut = StopFilter(stops)
+        self._said: dict[tuple[str, int | None], list[str]] = {}
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has appeared."""
+        return self._cut.stopped
+
+    def feed(self, token: int) -> list[Delta]:
+        """Deltas that have become certain by ``token``."""
+        return self._take(self._parser.feed(token))
+
+    def finish(self) -> list[Delta]:
+        """The rest, when no token follows."""
+        return self._take([*self._parser.finish()]) + self._keep(Delta("content", self._cut.flush()))
+
+    def text(self, channel: str, call: int | None = None) -> str:
+        """All that a channel has said."""
+        return "".join(self._said.get((channel, call), ()))
+
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls so far."""
+        calls = [call for channel, call in self._said if channel == "tool_name"]
+        return [ToolCall(self.text("tool_name", call), self.text("tool_arguments", call)) for call in calls]
+
+    def _take(self, deltas: Iterable[Delta]) -> list[Delta]:
+        kept = []
+        for delta in deltas:
+            if delta.channel == "content":
+                delta = delta._replace(text=self._cut.feed(delta.text))
+            kept += self._keep(delta)
+        return kept
+
+    def _keep(self, delta: Delta) -> list[Delta]:
+        if not delta.text:
+            return []
+        self._said.setdefault((delta.channel, delta.call), []).append(delta.text)
+        return [delta]
+
+
+def finish_reason(transcript: Transcript, *, length: bool) -> str:
+    """Why an answer ended; ``length``: because of the most tokens allowed."""
+    if length and not transcript.stopped:
+        return "length"
+    return "tool_calls" if transcript.tool_calls() else "stop"
+
+
 def complete(model: Model, parser: Parser, request: Request, stops: Iterable[str]) -> Iterator[Delta | Finish]:
     """Answer one request: text as it becomes certain, then one :class:`Finish`.
 
@@ -82,37 +128,27 @@ def complete(model: Model, parser: Parser, request: Request, stops: Iterable[str
         request: what to do.
         stops: strings that end the answer when they appear in its content; they are not part of it.
     """
-    cut = StopFilter(stops)
+    transcript = Transcript(parser, stops)
     tokens: list[int] = []
-    said: dict[str, list[str]] = {"reasoning": [], "content": []}
     begin = first = time.perf_counter()
     for token in generate(model, request):
         if not tokens:
             first = time.perf_counter()
         tokens.append(token)
-        for delta in _certain(parser.feed(token), cut):
-            said[delta.channel].append(delta.text)
-            yield delta
-        if cut.stopped:
+        yield from transcript.feed(token)
+        if transcript.stopped:
             break
     end = time.perf_counter()
-    for delta in [*_certain(parser.finish(), cut), Delta("content", cut.flush())]:
-        said[delta.channel].append(delta.text)
-        yield delta
+    yield from transcript.finish()
     yield Finish(
-        text="".join(said["content"]),
-        reasoning="".join(said["reasoning"]),
+        text=transcript.text("content"),
+        reasoning=transcript.text("reasoning"),
+        tool_calls=transcript.tool_calls(),
         token_ids=tokens,
         prompt_tokens=len(request.prompt_ids),
         completion_tokens=len(tokens),
-        finish_reason="stop" if cut.stopped or len(tokens) < request.max_tokens else "length",
+        finish_reason=finish_reason(transcript, length=len(tokens) == request.max_tokens),
         ttft_s=first - begin,
         tokens_per_s=(len(tokens) - 1) / (end - first) if len(tokens) > 1 else 0.0,
         bytes_read=model.bytes_read(),
     )
-
-
-def _certain(texts: Iterable[tuple[str, str]], cut: StopFilter) -> list[Delta]:
-    """Apply the stop strings to the content channel and drop what is empty."""
-    kept = [Delta(channel, cut.feed(text) if channel == "content" else text) for channel, text in texts]
-    return [delta for delta in kept if delta.text]

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.chat import k3_segments, linear_segments, parser_for, prompt_ids
+from engine.answer import ToolCall, Transcript
+from engine.chat import Frame, k3_segments, linear_segments, prompt_ids
 from engine.errors import RequestError
+from engine.parser import parser_for
 from engine.tokenizer import Tokenizer
 from examples.tiny_tokenizer import SPECIAL
 from tests.reference.tokenizers import LINEAR_SPECIAL, make_tokenizer
@@ -30,7 +32,65 @@ def assistant(content: Any, **rest: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **rest}
 
 
-# Inputs of the recorded cases that hold text alone: messages, and options if any.
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Current weather for a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "City name"},
+                "units": {"type": "string", "enum": ["c", "f"]},
+            },
+            "required": ["city"],
+        },
+    },
+}
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Search the web.",
+        "parameters": {
+            "type": "object",
+            "properties": {"q": {"type": "string"}, "limit": {"type": "integer"}},
+            "required": ["q"],
+        },
+    },
+}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+TYPES = (
+    '{"s": "text", "n": 42, "f": 1.5, "b": true, "b2": false, "nul": null, "obj": {"k": "v"}, "arr": [1, "two", null]}'
+)
+
+
+def call(name: str, arguments: Any, id: str = "a") -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(content: Any, **rest: Any) -> dict[str, Any]:
+    return {"role": "tool", "content": content, **rest}
+
+
+def weather(city: str, id: str) -> dict[str, Any]:
+    return call("get_weather", json.dumps({"city": city}), id)
+
+
+PARALLEL = [
+    user("Weather in Paris and Rome?"),
+    assistant(None, tool_calls=[weather("Paris", "a"), weather("Rome", "b")]),
+]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+# The lower-level encoder that was recorded states no effort of its own.
+DEFAULTS: dict[str, Any] = {"effort": None}
+
+# Inputs of the recorded cases without images: messages, and options if any.
 CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "single_user": ([user("Hello.")], {}),
     "no_thinking": ([user("Hello.")], {"thinking": False}),
@@ -53,6 +113,57 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "thinking_effort_low": ([user("go")], {"effort": "low"}),
     "thinking_effort_max": ([user("go")], {"effort": "max"}),
     "thinking_effort_without_thinking": ([user("go")], {"effort": "low", "thinking": False}),
+    "tools_declared": ([user("Weather in Paris?")], {"tools": [WEATHER]}),
+    "tools_two": ([user("Look it up")], {"tools": [WEATHER, SEARCH]}),
+    "tool_call_and_result": (
+        [
+            user("Weather in Paris?"),
+            assistant("", tool_calls=[call("get_weather", '{"city": "Paris", "units": "c"}')]),
+            result("18C, clear", tool_call_id="a"),
+            assistant("It is 18C and clear."),
+        ],
+        {"tools": [WEATHER]},
+    ),
+    "tool_call_all_types": ([user("go"), assistant(None, tool_calls=[call("everything", TYPES)])], {}),
+    "tool_call_broken_json": ([user("go"), assistant(None, tool_calls=[call("f", '{"city": Paris')])], {}),
+    "tool_call_empty_args": ([user("go"), assistant(None, tool_calls=[call("ping", "")])], {}),
+    "tool_calls_parallel": (
+        [*PARALLEL, result("18C", tool_call_id="a"), result("24C", tool_call_id="b")],
+        {"tools": [WEATHER]},
+    ),
+    "tool_results_out_of_order": (
+        [*PARALLEL, result("24C", tool_call_id="b"), result("18C", tool_call_id="a")],
+        {"tools": [WEATHER]},
+    ),
+    "tool_result_unmatched": (
+        [user("go"), assistant(None, tool_calls=[call("get_weather", "{}")]), result("18C", tool_call_id="zzz")],
+        {},
+    ),
+    "tool_result_explicit_name": ([user("go"), result("18C", tool="get_weather")], {}),
+    "dynamic_tools": ([user("Hi"), {"role": "system", "tools": [SEARCH]}, user("Now search")], {"tools": [WEATHER]}),
+    "tool_choice_required": ([user("go")], {"tools": [WEATHER], "tool_choice": "required"}),
+    "tool_choice_none": ([user("go")], {"tools": [WEATHER], "tool_choice": "none"}),
+    "tool_choice_auto_is_silent": ([user("go")], {"tools": [WEATHER], "tool_choice": "auto"}),
+    "response_format_json_object": ([user("Give me JSON.")], {"response_format": {"type": "json_object"}}),
+    "response_format_json_schema": ([user("Describe a person.")], {"response_format": SCHEMA}),
+    "response_format_schema_inline": (
+        [user("Describe a person.")],
+        {"response_format": {"type": "json_schema", "schema": PERSON}},
+    ),
+    "kitchen_sink": (
+        [
+            system("You are a helpful assistant."),
+            user("Weather in Paris?"),
+            assistant(
+                "Checking.",
+                reasoning_content="Need the weather tool.",
+                tool_calls=[call("get_weather", {"city": "Paris", "units": "c"})],
+            ),
+            result("18C, clear", tool_call_id="a"),
+            user("Thanks. As JSON please."),
+        ],
+        {"tools": [WEATHER, SEARCH], "effort": "high", "tool_choice": "none", "response_format": SCHEMA},
+    ),
     "image_placeholder_unresolved": ([user("Before <|kimi_image_placeholder|> after")], {}),
 }
 
@@ -72,24 +183,24 @@ def linear_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def test_equals_the_released_encoder(name: str) -> None:
     messages, options = CASES[name]
     want = json.loads(GOLDENS.read_text())["cases"][name]
-    assert [list(segment) for segment in k3_segments(messages, **options)] == want
+    assert [list(segment) for segment in k3_segments(messages, Frame(**DEFAULTS | options))] == want
 
 
 @pytest.mark.parametrize("case", json.loads(ORACLE.read_text()), ids=lambda case: case["name"])
 def test_equals_the_stored_encoding(case: dict[str, Any]) -> None:
-    got = k3_segments(case["messages"], **case["options"])
+    got = k3_segments(case["messages"], Frame(**DEFAULTS | case["options"]))
     assert [list(segment) for segment in got] == case["segments"]
 
 
 def test_prompt_tokens(tokenizer: Tokenizer) -> None:
-    segments = k3_segments([user("Hello."), assistant("Yes"), user("é")], effort="max")
+    segments = k3_segments([user("Hello."), assistant("Yes"), user("é")], Frame())
     want = [
         token
         for text, markup in segments
         for token in ([tokenizer.encode_markup(text)] if markup else tokenizer.encode_text(text))
     ]
     messages = [user("Hello."), assistant("Yes"), user("é")]
-    assert prompt_ids(tokenizer, "kimi_k3", messages, thinking=True) == tuple(want)
+    assert prompt_ids(tokenizer, "kimi_k3", messages, Frame()) == tuple(want)
     said = tokenizer.decode_bytes(want).decode()
     assert said.startswith('<|open|>message role="system" type="thinking-effort"<|sep|>`thinking_effort` guides')
     assert said.endswith('<|open|>message role="assistant"<|sep|><|open|>think<|sep|>')
@@ -106,11 +217,11 @@ def test_no_text_opens_an_element(tokenizer: Tokenizer, linear_tokenizer: Tokeni
 def markup(tokenizer: Tokenizer, kind: str, messages: list[dict[str, Any]]) -> list[int]:
     """The special tokens of an encoded conversation."""
     special = set(tokenizer.special.values())
-    return [token for token in prompt_ids(tokenizer, kind, messages, thinking=True) if token in special]
+    return [token for token in prompt_ids(tokenizer, kind, messages, Frame()) if token in special]
 
 
 def test_kimi_linear() -> None:
-    segments = linear_segments([system("Rules."), user("Hi", name="ann"), assistant("Yes"), user("")])
+    segments = linear_segments([system("Rules."), user("Hi", name="ann"), assistant("Yes"), user("")], Frame())
     assert segments == [
         *[("<|im_system|>", True), ("system", False), ("<|im_middle|>", True), ("Rules.", False), ("<|im_end|>", True)],
         *[("<|im_user|>", True), ("ann", False), ("<|im_middle|>", True), ("Hi", False), ("<|im_end|>", True)],
@@ -126,24 +237,24 @@ def test_kimi_linear() -> None:
     [
         ("Hello", r"messages\[1\] is a str"),
         ({"content": "x"}, r"messages\[1\].role is None"),
-        ({"role": "robot", "content": "x"}, "'robot', want system, user or assistant"),
-        ({"role": "tool", "content": "x"}, "'tool'"),
+        ({"role": "robot", "content": "x"}, "'robot', want system, user, assistant, tool"),
+        ({"role": "tool", "content": "x"}, "tool"),
         (user(7), "is a int"),
         (user([{"type": "image_url", "image_url": "x"}]), "'image_url', want 'text'"),
         (user([{"type": "text"}]), "want 'text'"),
         (user(["x"]), "want 'text'"),
-        (assistant("x", tool_calls=[{"id": "1"}]), "holds tools"),
+        (assistant("x", tool_calls=[{"id": "1"}]), "tool"),
     ],
 )
 def test_malformed_messages(render: Any, message: Any, wanted: str) -> None:
     with pytest.raises(RequestError, match=wanted):
-        render([user("x"), message])
+        render([user("x"), message], Frame())
 
 
 @pytest.mark.parametrize("effort", ["medium", "", "MAX"])
 def test_unknown_effort(tokenizer: Tokenizer, effort: str) -> None:
     with pytest.raises(RequestError, match="want one of low, high, max"):
-        prompt_ids(tokenizer, "kimi_k3", [user("x")], thinking=True, effort=effort)
+        prompt_ids(tokenizer, "kimi_k3", [user("x")], Frame(effort=effort))
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
@@ -164,7 +275,7 @@ def encode(tokenizer: Tokenizer, *parts: str) -> list[int]:
 def parse(tokenizer: Tokenizer, ids: list[int], thinking: bool = True, kind: str = "kimi_k3") -> dict[str, str]:
     parser = parser_for(tokenizer, kind, thinking=thinking)
     said = {"reasoning": "", "content": ""}
-    for channel, text in [delta for token in ids for delta in parser.feed(token)] + parser.finish():
+    for channel, text, _ in [delta for token in ids for delta in parser.feed(token)] + parser.finish():
         said[channel] += text
     return said
 
@@ -218,7 +329,7 @@ def test_crooked_answers(tokenizer: Tokenizer, parts: list[str], said: tuple[str
 
 
 def test_marker_that_never_ends(tokenizer: Tokenizer) -> None:
-    got = parse(tokenizer, encode(tokenizer, "Hm", "<|open|>", "noise " * 40, "<|sep|>", "ZZ"))
+    got = parse(tokenizer, encode(tokenizer, "Hm", "<|open|>", "noise " * 400, "<|sep|>", "ZZ"))
     assert got["reasoning"].startswith("Hm") and got["reasoning"].endswith("ZZ") and not got["content"]
 
 
@@ -232,3 +343,76 @@ def test_half_a_character_stays_in_its_channel(tokenizer: Tokenizer) -> None:
 def test_kimi_linear_answer(linear_tokenizer: Tokenizer) -> None:
     ids = [*linear_tokenizer.encode_text("Yes 👍"), linear_tokenizer.encode_markup("<|im_end|>")]
     assert parse(linear_tokenizer, ids, kind="kimi_linear") == {"reasoning": "", "content": "Yes 👍"}
+
+
+def call_parts(name: str, arguments: list[tuple[str, str, str]], index: int = 1) -> list[str]:
+    parts = ["<|open|>", f'call tool="{name}" index="{index}"', "<|sep|>"]
+    for key, kind, value in arguments:
+        parts += ["<|open|>", f'argument key="{key}" type="{kind}"', "<|sep|>", value]
+        parts += ["<|close|>", "argument", "<|sep|>"]
+    return [*parts, "<|close|>", "call", "<|sep|>"]
+
+
+def parse_calls(tokenizer: Tokenizer, parts: list[str]) -> tuple[str, list[ToolCall]]:
+    transcript = Transcript(parser_for(tokenizer, "kimi_k3", thinking=True), ())
+    begin = ["Hm", "<|close|>", "think", "<|sep|>", "<|open|>", "response", "<|sep|>", "So", "<|close|>", "response"]
+    tools = ["<|sep|>", "<|open|>", "tools", "<|sep|>", *parts, "<|close|>", "tools", "<|sep|>"]
+    for token in encode(tokenizer, *begin, *tools, "<|close|>", "message", "<|sep|>", "<|end_of_msg|>"):
+        transcript.feed(token)
+    transcript.finish()
+    return transcript.text("content"), transcript.tool_calls()
+
+
+def test_tool_calls_become_json(tokenizer: Tokenizer) -> None:
+    first = [
+        ("city", "string", 'Pa"ri\\s\n 👍'),
+        ("n", "number", "1e2"),
+        ("o", "object", '{"a": [1]}'),
+        ("x", "null", "null"),
+    ]
+    broken = [("&quot;k&amp;", "number", "twelve")]
+    text, calls = parse_calls(tokenizer, call_parts("f", first) + call_parts("g", [], 2) + call_parts("h", broken, 3))
+    assert text == "So"
+    assert [call.name for call in calls] == ["f", "g", "h"]
+    assert calls[0].arguments == '{"city": "Pa\\"ri\\\\s\\n 👍", "n": 1e2, "o": {"a": [1]}, "x": null}'
+    assert json.loads(calls[0].arguments)["city"] == 'Pa"ri\\s\n 👍'
+    assert calls[1].arguments == "{}"
+    assert json.loads(calls[2].arguments) == {'"k&': "twelve"}
+
+
+def test_arguments_as_one_json_object(tokenizer: Tokenizer) -> None:
+    parts = ["<|open|>", 'call tool="f" index="1"', "<|sep|>", "<|open|>", 'json type="object"', "<|sep|>", '{"a": 1}']
+    parts += ["<|close|>", "json", "<|sep|>", "<|close|>", "call", "<|sep|>"]
+    assert parse_calls(tokenizer, parts) == ("So", [ToolCall("f", '{"a": 1}')])
+
+
+@given(
+    arguments=st.dictionaries(
+        TEXT.filter(lambda key: '"' not in key), TEXT | st.integers() | st.lists(TEXT, max_size=2), max_size=3
+    )
+)
+def test_calls_survive_the_way_there_and_back(tokenizer: Tokenizer, arguments: dict[str, Any]) -> None:
+    """What the encoder writes of a call, the parser reads as the same arguments."""
+    said = assistant("So", tool_calls=[call("f", json.dumps(arguments))])
+    segments = k3_segments([said], Frame(generation_prompt=False))
+    begin = segments.index(("tools", False)) - 1
+    ids = [
+        token
+        for text, is_markup in segments[begin:]
+        for token in ([tokenizer.encode_markup(text)] if is_markup else tokenizer.encode_text(text))
+    ]
+    transcript = Transcript(parser_for(tokenizer, "kimi_k3", thinking=False), ())
+    for token in ids:
+        transcript.feed(token)
+    assert [json.loads(made.arguments) for made in transcript.tool_calls()] == [arguments]
+
+
+def test_a_large_argument(tokenizer: Tokenizer) -> None:
+    value = "line of text\n" * 16_000
+    _, calls = parse_calls(tokenizer, call_parts("write", [("content", "string", value)]))
+    assert json.loads(calls[0].arguments) == {"content": value}
+
+
+def test_an_answer_without_any_channel_was_the_response(tokenizer: Tokenizer) -> None:
+    said = parse(tokenizer, encode(tokenizer, "Yes", "<|close|>", "message", "<|sep|>", "<|end_of_msg|>"))
+    assert said["content"] == "Yes"
