@@ -183,6 +183,46 @@ def generate(
 
 
 @app.command()
+def serve(
+    model: ModelPath,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
+    max_running: Annotated[int, typer.Option("--max-running-requests", min=1)] = 4,
+    max_queued: Annotated[int, typer.Option("--max-queued-requests", min=0)] = 64,
+    num_tokens: Annotated[int, typer.Option("--num-tokens", min=64, help="Cache, in tokens of all requests.")] = 16384,
+    prefill_chunk: Chunk = 512,
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="ROWSTREAM_API_KEY")] = None,
+    cors: Annotated[str | None, typer.Option("--cors", help="Origin that browsers may call from, or *.")] = None,
+    drain_s: Annotated[float, typer.Option("--drain-seconds", min=0, help="Running answers may end in.")] = 30.0,
+    fast: Fast = False,
+) -> None:
+    """Serve OpenAI's chat and text completions over HTTP."""
+    import socket
+
+    from engine.device import open_device
+
+    device = open_device()
+    from engine.config import PAGE, load_config
+    from engine.generate import open_model
+    from engine.loop import Engine
+    from engine.server import Service
+    from engine.server import serve as run
+    from engine.tokenizer import load_tokenizer
+
+    cfg = load_config(model)
+    tokenizer = load_tokenizer(model, cfg.vocab)
+    pages = num_tokens // PAGE
+    sock = socket.create_server((host, port))
+    engine = Engine(
+        lambda: open_model(model, device, exact=not fast),
+        slots=max_running, pages=pages, step_tokens=prefill_chunk, queue=max_queued,
+    )  # fmt: skip
+    print(f"listening on http://{host}:{sock.getsockname()[1]}", file=sys.stderr, flush=True)
+    positions = min(cfg.max_positions, pages * PAGE)
+    run(Service(engine, model, cfg, tokenizer, positions, api_key=api_key, cors=cors, drain_s=drain_s), sock)
+
+
+@app.command()
 def score(
     model: ModelPath,
     text_file: Annotated[Path | None, typer.Option("--text-file", help="UTF-8 text to score.")] = None,

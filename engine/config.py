@@ -11,6 +11,8 @@ from typing import Any
 
 from engine.errors import EngineError
 
+PAGE = 64  # tokens a page of the latent cache holds
+
 
 @dataclass(frozen=True)
 class ModelConfig:

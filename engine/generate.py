@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig, load_config
+from engine.config import PAGE, ModelConfig, load_config
 from engine.errors import CapacityError, EngineError
 from engine.experts import ExpertStore
 from engine.load import load_params
 from engine.model import step
 from engine.params import Params
-from engine.plan import PAGE, Chunk, make_plan
+from engine.plan import Chunk, make_plan
 from engine.requests import Request, Sampling, check_ids
 from engine.state import State, new_state
 from formats.reader import open_ftw

@@ -109,7 +109,7 @@ class ChannelParser:
         return self._text(self._decoder.finish())
 
     def _text(self, text: str) -> list[Delta]:
-        if self._channel is None or (self._marker and not text):
+        if self._channel is None:
             return []
         if self._channel == "tools":
             return self._calls.text(text)

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.config import PAGE
 from engine.errors import CapacityError
-
-PAGE = 64  # tokens a page of the latent cache holds
 
 
 class Chunk(NamedTuple):

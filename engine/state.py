@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.plan import PAGE
+from engine.config import PAGE, ModelConfig
 
 
 class State(NamedTuple):
