@@ -204,8 +204,8 @@ def serve(
     device = open_device()
     from engine.config import PAGE, load_config
     from engine.generate import open_model
+    from engine.handlers import Service
     from engine.loop import Engine
-    from engine.server import Service
     from engine.server import serve as run
     from engine.tokenizer import load_tokenizer
 

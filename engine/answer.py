@@ -40,17 +40,22 @@ class StopFilter:
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
-        self.stopped = False
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has appeared."""
+        return self.stop_string is not None
 
     def feed(self, text: str) -> str:
         """Take more text, give what is certain not to belong to a stop string."""
         if self.stopped:
             return ""
         self._held += text
-        found = [at for at in map(self._held.find, self._stops) if at >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            return self._give(min(found))
+            at, self.stop_string = min(found)
+            return self._give(at)
         return self._give(len(self._held) - self._pending())
 
     def flush(self) -> str:
@@ -79,6 +84,11 @@ class Transcript:
     def stopped(self) -> bool:
         """Whether a stop string has appeared."""
         return self._cut.stopped
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has appeared."""
+        return self._cut.stop_string
 
     def feed(self, token: int) -> list[Delta]:
         """Deltas that have become certain by ``token``."""

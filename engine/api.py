@@ -3,6 +3,8 @@
 A field that is known and wrong is refused by name; a field that is not known is ignored, as clients expect.
 """
 
+import json
+import re
 import time
 import uuid
 from typing import Annotated, Any, TypeVar
@@ -10,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from engine.answer import ToolCall
+from engine.answer import Transcript
 from engine.chat import Frame
 from engine.errors import EngineError
 from engine.parser import Delta
@@ -38,14 +40,14 @@ class ApiError(EngineError):
 class StreamOptions(Struct):
     """What a stream holds besides text."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class Options(Struct, kw_only=True):
     """What every kind of completion may ask for."""
 
-    model: str = ""
-    stream: bool = False
+    model: str | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -68,6 +70,10 @@ class Options(Struct, kw_only=True):
     def stops(self) -> list[str]:
         """Strings that end the answer."""
         return [self.stop] if isinstance(self.stop, str) else [stop for stop in self.stop or () if stop]
+
+    def wants_usage(self) -> bool:
+        """Whether a stream shall end with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def expect_supported(self) -> None:
         """Raise :class:`ApiError` for what this version cannot do."""
@@ -164,45 +170,59 @@ def decode(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body or b"", type=kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
-        param = path.rstrip("`").strip(".") or None
+        missing = re.search("required field `([^`]+)`", message)
+        param = ".".join(filter(None, [path.rstrip("`").strip("."), missing and missing[1]])) or None
         raise ApiError(400, f"{param or 'the body'}: {message}", param=param) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON: {error}") from None
 
 
-class Reply:
-    """Shapes one answer, whole or as a stream of chunks."""
+def event(data: dict[str, Any] | str, name: str | None = None) -> str:
+    """One server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return ("" if name is None else f"event: {name}\n") + f"data: {text}\n\n"
 
-    def __init__(self, model: str, *, chat: bool) -> None:
-        self._chat = chat
+
+class Reply:
+    """Shapes one answer, whole or as a stream of server-sent events.
+
+    Attributes:
+        silence: what a stream carries while the engine is silent.
+    """
+
+    silence = ": waiting\n\n"
+
+    def __init__(self, model: str, *, chat: bool, with_usage: bool = False) -> None:
+        self._chat, self._with_usage = chat, with_usage
         self._id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         self._model, self._created = model, int(time.time())
         self._call_ids: dict[int, str] = {}
 
-    def whole(self, texts: dict[str, str], calls: list[ToolCall], reason: str, usage: Usage) -> dict[str, Any]:
-        """The answer in one object; ``texts`` holds content and reasoning."""
+    def whole(self, transcript: Transcript, reason: str, usage: Usage) -> dict[str, Any]:
+        """The answer in one object."""
+        content = transcript.text("content")
         if self._chat:
-            message: dict[str, Any] = {"role": "assistant", "content": texts["content"]}
-            if texts["reasoning"]:
-                message["reasoning_content"] = texts["reasoning"]
-            if calls:
-                message["content"] = texts["content"] or None
+            message: dict[str, Any] = {"role": "assistant", "content": content}
+            if thought := transcript.text("reasoning"):
+                message["reasoning_content"] = thought
+            if calls := transcript.tool_calls():
+                message["content"] = content or None
                 message["tool_calls"] = [
                     {"id": self._call_id(k), "type": "function", "function": call._asdict()}
                     for k, call in enumerate(calls)
                 ]
             choice: dict[str, Any] = {"message": message}
         else:
-            choice = {"text": texts["content"]}
+            choice = {"text": content}
         choice |= {"index": 0, "finish_reason": reason, "logprobs": None}
         return self._object("") | {"choices": [choice], "usage": usage.body()}
 
-    def begin(self) -> list[dict[str, Any]]:
-        """First chunks of a stream."""
-        return [self._chunk({"role": "assistant", "content": ""})] if self._chat else []
+    def begin(self, usage: Usage) -> str:
+        """First frames of a stream."""
+        return self._chunk({"role": "assistant", "content": ""}) if self._chat else ""
 
-    def delta(self, delta: Delta) -> dict[str, Any]:
-        """Chunk with new text."""
+    def delta(self, delta: Delta) -> str:
+        """Frame with new text."""
         if not self._chat:
             return self._chunk(delta.text)
         if delta.call is None:
@@ -215,14 +235,20 @@ class Reply:
             call["function"] = {"arguments": delta.text}
         return self._chunk({"tool_calls": [call]})
 
-    def end(self, reason: str, usage: Usage | None) -> list[dict[str, Any]]:
-        """Last chunks; with ``usage`` one more, without choices, that holds it."""
-        last = [self._chunk({} if self._chat else "", reason)]
-        return last if usage is None else [*last, self._object(".chunk") | {"choices": [], "usage": usage.body()}]
+    def end(self, reason: str, transcript: Transcript, usage: Usage) -> str:
+        """Last frames; if usage is wanted, one without choices holds it."""
+        out = self._chunk({} if self._chat else "", reason)
+        if self._with_usage:
+            out += event(self._object(".chunk") | {"choices": [], "usage": usage.body()})
+        return out + event("[DONE]")
 
-    def _chunk(self, delta: Any, reason: str | None = None) -> dict[str, Any]:
+    def failed(self, refusal: ApiError) -> str:
+        """Frames of a failure after the stream began."""
+        return event(refusal.body()) + event("[DONE]")
+
+    def _chunk(self, delta: Any, reason: str | None = None) -> str:
         choice = {"index": 0, "delta" if self._chat else "text": delta, "finish_reason": reason, "logprobs": None}
-        return self._object(".chunk") | {"choices": [choice]}
+        return event(self._object(".chunk") | {"choices": [choice]})
 
     def _object(self, suffix: str) -> dict[str, Any]:
         kind = f"chat.completion{suffix}" if self._chat else "text_completion"

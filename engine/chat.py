@@ -23,6 +23,7 @@ EFFORT_TEXT = (
     "`thinking_effort` guides on how much to think in your thinking channel (not including the response channel), "
     "supported values include `low`, `medium`, `high`, and `max`.\nNow the system is invoked with `thinking_effort={}`."
 )
+TEXT_PARTS = ("text", "input_text", "output_text")
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -129,8 +130,7 @@ def _role(at: int, said: Message) -> str:
     if not isinstance(said, Mapping):
         raise RequestError(f"messages[{at}] is a {type(said).__name__}, want an object with role and content")
     role = said.get("role")
-    if role == "developer":
-        return "system"
+    role = {"developer": "system", "function": "tool"}.get(str(role), role)
     if role not in ROLES:
         raise RequestError(f"messages[{at}].role is {role!r}, want {', '.join(ROLES)}")
     return role
@@ -144,7 +144,7 @@ def _content(at: int, said: Message) -> list[Segment]:
     if not isinstance(content, list):
         raise RequestError(f"messages[{at}].content is a {type(content).__name__}, want text or a list of parts")
     for part in content:
-        if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+        if not (isinstance(part, Mapping) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RequestError(f"messages[{at}].content has a part of type {kind!r}, want 'text'")
     return [(part["text"], False) for part in content]

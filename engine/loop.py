@@ -45,8 +45,12 @@ Event = Token | End | Failure
 Listener = Callable[[Event], None]
 
 
-class Busy(EngineError):
-    """The queue is full, or the engine takes no requests now."""
+class Unready(EngineError):
+    """The engine takes no requests now."""
+
+
+class QueueFull(EngineError):
+    """As many requests wait as may."""
 
 
 class Counters(NamedTuple):
@@ -117,16 +121,17 @@ class Engine:
         """Queue a request. The result serves to cancel it.
 
         Raises:
-            Busy: the queue is full or the engine is not ready.
+            Unready: the model is not there, or the engine is to stop.
+            QueueFull: too many wait.
             CapacityError: the request could never run.
         """
         self._scheduler.expect_room(request)
         sequence = Sequence(request)
         with self._wake:
             if self.phase != "ready":
-                raise Busy(f"the engine is {self.phase}")
+                raise Unready(f"the engine is {self.phase}")
             if self.waiting() + self.running() >= self._slots + self._queue:
-                raise Busy(f"{self.waiting()} requests are waiting, the queue takes {self._queue}")
+                raise QueueFull(f"{self.waiting()} requests are waiting, the queue takes {self._queue}")
             self._listeners[sequence] = listener
             self._arrived.append(sequence)
             self._wake.notify()

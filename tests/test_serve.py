@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny_k3"
 CHAT: dict[str, Any] = {"model": "tiny_k3", "messages": [{"role": "user", "content": "hi"}]}
 QUICK: dict[str, Any] = {"max_tokens": 4, "reasoning_effort": "none", "temperature": 0}
+NULLS: dict[str, Any] = dict.fromkeys(["stream", "stop", "n", "seed", "tools", "stream_options", "logit_bias", "user"])
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -90,6 +92,10 @@ def test_stream(client: openai.OpenAI) -> None:
     assert chunks[-1].usage == whole.usage and chunks[-1].choices == []
 
 
+def test_null_is_absent(url: str) -> None:
+    assert call(url, "/v1/chat/completions", CHAT | QUICK | NULLS)[0] == 200
+
+
 def test_stream_on_the_wire(url: str) -> None:
     _, raw = call(url, "/v1/chat/completions", CHAT | QUICK | {"stream": True})
     events = [line for line in raw.split("\n\n") if line and not line.startswith(":")]
@@ -134,7 +140,7 @@ def test_neighbours_do_not_change_an_answer(client: openai.OpenAI) -> None:
         ({"messages": []}, "messages"),
         ({"messages": ["x"]}, "messages[0]"),
         ({"messages": [{"role": "robot", "content": "x"}]}, None),
-        ({}, None),
+        ({}, "messages"),
         (b"{", None),
         (b"\xff", None),
         (b"[" * 100_000, None),
@@ -152,6 +158,20 @@ def test_typed_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="'other' is not here"):
         client.models.retrieve("other")
     assert client.models.retrieve("tiny_k3").id == client.models.list().data[0].id
+
+
+def test_anthropic_messages(url: str) -> None:
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    ask: dict[str, Any] = {"model": "tiny_k3", "messages": CHAT["messages"], "thinking": {"type": "disabled"}}
+    counted = client.messages.count_tokens(**ask).input_tokens
+    whole = client.messages.create(**ask, max_tokens=4, extra_body={"temperature": 0})
+    assert whole.usage.input_tokens == counted and whole.usage.output_tokens == 4
+    assert whole.stop_reason == "max_tokens" and whole.content[0].type == "text"
+    with client.messages.stream(**ask, max_tokens=4, extra_body={"temperature": 0}) as stream:
+        assert "".join(stream.text_stream) == whole.content[0].text
+        assert stream.get_final_message().usage == whole.usage
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        client.messages.create(**ask, max_tokens=5000)
 
 
 def test_routes_and_methods(url: str) -> None:

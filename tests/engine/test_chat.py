@@ -242,7 +242,7 @@ def test_kimi_linear() -> None:
         (user(7), "is a int"),
         (user([{"type": "image_url", "image_url": "x"}]), "'image_url', want 'text'"),
         (user([{"type": "text"}]), "want 'text'"),
-        (user(["x"]), "want 'text'"),
+        (user(["x"]), "of type 'str', want 'text'"),
         (assistant("x", tool_calls=[{"id": "1"}]), "tool"),
     ],
 )
