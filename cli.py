@@ -223,6 +223,27 @@ def serve(
 
 
 @app.command()
+def chat(
+    url: Annotated[str, typer.Option("--url", help="Address of a running server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="ROWSTREAM_API_KEY")] = None,
+    thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="Let it reason before it answers.")] = True,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
+) -> None:
+    """Talk to a running server; Ctrl-C stops an answer, /quit ends."""
+    from engine.terminal import Terminal
+
+    options = {"max_tokens": max_tokens, "reasoning_effort": None if thinking else "none"}
+    terminal = Terminal(url, api_key, options, sys.stdout, dim=sys.stdout.isatty())
+    terminal.begin()
+    going = True
+    while going:
+        try:
+            going = terminal.say(input("> " if sys.stdin.isatty() else "").strip())
+        except EOFError:
+            going = False
+
+
+@app.command()
 def score(
     model: ModelPath,
     text_file: Annotated[Path | None, typer.Option("--text-file", help="UTF-8 text to score.")] = None,

@@ -5,6 +5,7 @@ import hmac
 import socket
 import time
 import traceback
+from importlib.metadata import version
 
 from sanic import HTTPResponse, Request, Sanic
 from sanic.exceptions import SanicException
@@ -17,6 +18,7 @@ from engine.errors import CapacityError, RequestError
 from engine.handlers import Service, service_of
 from engine.loop import Engine, QueueFull, Unready
 from engine.messages import error_body
+from engine.openapi import document
 
 
 def serve(service: Service, sock: socket.socket) -> None:
@@ -49,6 +51,7 @@ def make_app(service: Service) -> Sanic:
     app.add_route(_health, "/health", methods=["GET", "HEAD"])
     app.add_route(_models, "/v1/models", methods=["GET", "HEAD"], name="models")
     app.add_route(_models, "/v1/models/<name:path>", methods=["GET", "HEAD"], name="model")
+    app.add_route(_openapi, "/openapi.json")
     app.add_route(_stats, "/stats")
     app.add_route(_metrics, "/metrics")
     app.add_route(handlers.chat, "/v1/chat/completions", methods=["POST"])
@@ -127,6 +130,10 @@ async def _models(request: Request, name: str | None = None) -> HTTPResponse:
     if name != service.name:
         raise ApiError(404, f"the model {name!r} is not here, want {service.name!r}", code="model_not_found")
     return json_response(card)
+
+
+async def _openapi(request: Request) -> HTTPResponse:
+    return json_response(document(version("rowstream")))
 
 
 def _numbers(request: Request) -> dict[str, float]:

@@ -11,7 +11,7 @@ STDLIB = sys.stdlib_module_names
 SHARED_OPS = {"ops.checks", "ops.bits", "ops.compile", "ops.activation"}
 ENGINE_PACKAGES = {"torch", "numpy", "tiktoken", "engine", "ops", "formats"}
 EDGES = {"engine/server.py": {"sanic"}, "engine/handlers.py": {"sanic"}, "engine/device.py": {"triton"}}
-EDGES |= {"engine/api.py": {"msgspec"}, "engine/messages.py": {"msgspec"}}
+EDGES |= {"engine/api.py": {"msgspec"}, "engine/messages.py": {"msgspec"}, "engine/openapi.py": {"msgspec"}}
 TORCH_FREE = {"engine/requests.py", "engine/scheduler.py", "engine/config.py", "engine/presets.py", "engine/errors.py"}
 COMPUTES = set(
     "matmul mm bmm einsum softmax log_softmax sigmoid tanh exp log topk sort argmax multinomial linear silu "  # noqa: SIM905

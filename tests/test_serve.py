@@ -179,6 +179,17 @@ def test_routes_and_methods(url: str) -> None:
     assert call(url, "/health", b"x")[0] == 405
 
 
+def test_openapi_describes_every_route_that_takes_a_body(url: str) -> None:
+    document = call(url, "/openapi.json")[1]
+    assert set(document["paths"]["/v1/chat/completions"]) == {"post"}
+    schemas = document["components"]["schemas"]
+    assert schemas["ChatRequest"]["required"] == ["messages"]
+    assert {"max_tokens", "messages"} <= set(schemas["MessagesRequest"]["required"])
+    for path, methods in document["paths"].items():
+        status = call(url, path, {} if "post" in methods else None)[0]
+        assert status in (200, 400), path
+
+
 def test_tokenize(url: str) -> None:
     _, answer = call(url, "/tokenize", {"prompt": "A row, 100 %"})
     assert answer["count"] == len(answer["tokens"])
@@ -213,6 +224,45 @@ def test_clients_that_leave_and_a_full_queue(url: str) -> None:
         time.sleep(0.1)
     assert now["running"] == now["waiting"] == 0 and now["cancelled"] == before["cancelled"] + 4
     assert call(url, "/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+def test_terminal_chat(url: str) -> None:
+    """Two turns, the second with the first in its prompt; a refused turn leaves no trace."""
+    command = [sys.executable, "-W", "ignore", "cli.py", "chat", "--url", url, "--no-thinking", "--max-tokens", "3"]
+    before = call(url, "/stats")[1]
+    lines = "hi\n\n" + "again and " * 2000 + "\nso\n/new\nhi\n/quit\nnever\n"
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "tiny_k3 at" in done.stdout and "answers 400: prompt is too long" in done.stdout
+    assert call(url, "/stats")[1]["requests"] == before["requests"] + 3
+
+
+def test_terminal_chat_ctrl_c_stops_the_answer_alone(url: str) -> None:
+    command = [sys.executable, "-W", "ignore", "cli.py", "chat", "--url", url, "--no-thinking", "--max-tokens", "900"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, cwd=ROOT, **pipes)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("hi\n")
+    process.stdin.flush()
+    assert "tiny_k3 at" in process.stdout.readline() and process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate("/quit\n", timeout=30)
+    assert process.returncode == 0 and "(stopped)" in rest and not errors
+
+
+def test_terminal_chat_without_a_server_is_one_line() -> None:
+    command = [sys.executable, "-W", "ignore", "cli.py", "chat", "--url", "http://127.0.0.1:9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "127.0.0.1:9" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["openai_stream.py", "anthropic_stream.py"])
+def test_client_examples(url: str, name: str) -> None:
+    path = ROOT / "examples" / name
+    assert len(path.read_text().splitlines()) <= 40
+    done = subprocess.run([sys.executable, path, url], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "tokens" in done.stdout and len(done.stdout.splitlines()) >= 2
 
 
 def test_metrics(url: str) -> None:
