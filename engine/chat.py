@@ -23,6 +23,8 @@ EFFORT_TEXT = (
     "`thinking_effort` guides on how much to think in your thinking channel (not including the response channel), "
     "supported values include `low`, `medium`, `high`, and `max`.\nNow the system is invoked with `thinking_effort={}`."
 )
+FIELDS: dict[str, type] = {"name": str, "tool": str, "tool_call_id": str, "reasoning_content": str, "reasoning": str}
+FIELDS |= {"tool_calls": list, "tools": list}
 TEXT_PARTS = ("text", "input_text", "output_text")
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -129,6 +131,10 @@ def _role(at: int, said: Message) -> str:
     """Role of a message, or a :class:`RequestError` that names what is wrong."""
     if not isinstance(said, Mapping):
         raise RequestError(f"messages[{at}] is a {type(said).__name__}, want an object with role and content")
+    for field, kind in FIELDS.items():
+        if said.get(field) is not None and not isinstance(said[field], kind):
+            found = type(said[field]).__name__
+            raise RequestError(f"messages[{at}].{field} is a {found}, want a {kind.__name__}")
     role = said.get("role")
     role = {"developer": "system", "function": "tool"}.get(str(role), role)
     if role not in ROLES:
@@ -144,7 +150,9 @@ def _content(at: int, said: Message) -> list[Segment]:
     if not isinstance(content, list):
         raise RequestError(f"messages[{at}].content is a {type(content).__name__}, want text or a list of parts")
     for part in content:
-        if not (isinstance(part, Mapping) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)):
+        if not (
+            isinstance(part, Mapping) and str(part.get("type")) in TEXT_PARTS and isinstance(part.get("text"), str)
+        ):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RequestError(f"messages[{at}].content has a part of type {kind!r}, want 'text'")
     return [(part["text"], False) for part in content]

@@ -109,6 +109,8 @@ def calls_of(at: int, said: Message) -> list[Call]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(f"messages[{at}].tool_calls[{k}] has no function.name, want the called tool's name")
+        if not isinstance(call.get("id"), str | None):
+            raise RequestError(f"messages[{at}].tool_calls[{k}].id is no text, want the call's id")
         calls.append(Call(call.get("id"), function["name"], function.get("arguments")))
     return calls
 

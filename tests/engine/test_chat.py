@@ -244,6 +244,10 @@ def test_kimi_linear() -> None:
         (user([{"type": "text"}]), "want 'text'"),
         (user(["x"]), "of type 'str', want 'text'"),
         (assistant("x", tool_calls=[{"id": "1"}]), "tool"),
+        (assistant("x", tool_calls=5), r"messages\[1\].tool_calls is a int, want a list"),
+        (system("x", tools=5), "tools is a int"),
+        ({"role": "tool", "content": "x", "tool_call_id": ["a"]}, "tool_call_id is a list, want a str"),
+        (assistant("x", reasoning_content={}), "reasoning_content is a dict"),
     ],
 )
 def test_malformed_messages(render: Any, message: Any, wanted: str) -> None:
