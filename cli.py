@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from engine.answer import Finish
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -155,16 +158,15 @@ def generate(
     sampling = sampling_for(model, {name: value for name, value in chosen.items() if value is not None})
     opened = open_model(model, device, exact=not fast)
     tokenizer = load_tokenizer(model, opened.cfg.vocab)
-    chat = prompt is not None and not raw
+    kind, chat = opened.cfg.model_type, prompt is not None and not raw
     if ids is None:
         assert prompt is not None
-        ids = tuple(tokenizer.encode_text(prompt))
-        if chat:
-            system_turn = [] if system is None else [{"role": "system", "content": system}]
-            messages = [*system_turn, {"role": "user", "content": prompt}]
-            ids = prompt_ids(tokenizer, opened.cfg.model_type, messages, Frame(thinking=thinking))
+        turns = {"system": system, "user": prompt}
+        messages = [{"role": role, "content": text} for role, text in turns.items() if text is not None]
+        frame = Frame(thinking=thinking)
+        ids = tuple(tokenizer.encode_text(prompt)) if raw else prompt_ids(tokenizer, kind, messages, frame)
     request = Request(ids, sampling, max_tokens, tokenizer.end_ids | set(opened.cfg.eos_ids), prefill_chunk)
-    parser = parser_for(tokenizer, opened.cfg.model_type, thinking=thinking) if chat else PlainParser(tokenizer)
+    parser = parser_for(tokenizer, kind, thinking=thinking) if chat else PlainParser(tokenizer)
     for event in complete(opened, parser, request, stop or ()):
         if not isinstance(event, Delta):
             finish = event
@@ -175,11 +177,7 @@ def generate(
         print(json.dumps(finish._asdict() | {"tool_calls": [call._asdict() for call in finish.tool_calls]}))
         return
     print()
-    print(
-        f"{finish.prompt_tokens} + {finish.completion_tokens} tokens, first after {finish.ttft_s:.2f} s, "
-        f"then {finish.tokens_per_s:.2f} tok/s, {finish.bytes_read / 2**20:.1f} MiB read",
-        file=sys.stderr,
-    )
+    print(speed(finish), file=sys.stderr)
 
 
 @app.command()
@@ -272,6 +270,14 @@ def score(
         for token, log_prob in zip(report.token_ids, report.log_probs, strict=True):
             print(f"{token:>8} {'' if log_prob is None else f'{log_prob:.4f}'}")
     show({"tokens": len(ids), "perplexity": report.perplexity} if not as_json else report._asdict(), as_json)
+
+
+def speed(finish: "Finish") -> str:
+    """How fast an answer came."""
+    return (
+        f"{finish.prompt_tokens} + {finish.completion_tokens} tokens, first after {finish.ttft_s:.2f} s, "
+        f"then {finish.tokens_per_s:.2f} tok/s, {finish.bytes_read / 2**20:.1f} MiB read"
+    )
 
 
 def parse_ids(text: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from sanic.response import text as text_response
 
 from engine import handlers
 from engine.api import ApiError
-from engine.errors import CapacityError, RequestError
+from engine.errors import CapacityError, EngineError, RequestError
 from engine.handlers import Service, service_of
 from engine.loop import Engine, QueueFull, Unready
 from engine.messages import error_body
@@ -104,6 +104,8 @@ def _refusal(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="context_length_exceeded")
         case RequestError():
             return ApiError(400, str(error))
+        case EngineError():
+            return ApiError(500, str(error))
         case SanicException():
             return ApiError(error.status_code or 500, str(error), code={404: "not_found"}.get(error.status_code))
         case _:
