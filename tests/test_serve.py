@@ -56,6 +56,16 @@ def call(url: str, path: str, body: Any = None, **headers: str) -> tuple[int, An
         return status, raw.decode()
 
 
+def idle(url: str) -> dict[str, Any]:
+    """The server's numbers, once it has nothing to do."""
+    for _ in range(300):
+        now = call(url, "/stats")[1]
+        if now["running"] == now["waiting"] == 0:
+            return now
+        time.sleep(0.1)
+    raise AssertionError(f"the server is still at work: {now}")
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     process, url = start("--max-running-requests", "2", "--max-queued-requests", "2", "--num-tokens", "1024")
@@ -203,7 +213,7 @@ def test_clients_that_leave_and_a_full_queue(url: str) -> None:
     host, port = url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "x", "max_tokens": 400, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    before = call(url, "/stats")[1]
+    before = idle(url)
     clients = []
     for _ in range(4):
         client = socket.create_connection((host, int(port)))
@@ -217,24 +227,19 @@ def test_clients_that_leave_and_a_full_queue(url: str) -> None:
     assert time.perf_counter() - begin < 1
     for client in clients:
         client.close()
-    for _ in range(200):
-        now = call(url, "/stats")[1]
-        if now["running"] == now["waiting"] == 0:
-            break
-        time.sleep(0.1)
-    assert now["running"] == now["waiting"] == 0 and now["cancelled"] == before["cancelled"] + 4
+    assert idle(url)["cancelled"] == before["cancelled"] + 4
     assert call(url, "/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
 
 
 def test_terminal_chat(url: str) -> None:
     """Two turns, the second with the first in its prompt; a refused turn leaves no trace."""
     command = [sys.executable, "-W", "ignore", "cli.py", "chat", "--url", url, "--no-thinking", "--max-tokens", "3"]
-    before = call(url, "/stats")[1]
+    before = idle(url)
     lines = "hi\n\n" + "again and " * 2000 + "\nso\n/new\nhi\n/quit\nnever\n"
     done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "tiny_k3 at" in done.stdout and "answers 400: prompt is too long" in done.stdout
-    assert call(url, "/stats")[1]["requests"] == before["requests"] + 3
+    assert idle(url)["requests"] == before["requests"] + 3
 
 
 def test_terminal_chat_ctrl_c_stops_the_answer_alone(url: str) -> None:
@@ -266,6 +271,7 @@ def test_client_examples(url: str, name: str) -> None:
 
 
 def test_metrics(url: str) -> None:
+    idle(url)
     status, text = call(url, "/metrics")
     assert status == 200 and "rowstream_running 0" in text and "# TYPE rowstream_steps_total counter" in text
 
