@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
-
-if TYPE_CHECKING:
-    from engine.answer import Finish
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -155,7 +152,7 @@ def generate(
     from engine.tokenizer import load_tokenizer
 
     chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    sampling = sampling_for(model, {name: value for name, value in chosen.items() if value is not None})
+    sampling = sampling_for(model, chosen)
     opened = open_model(model, device, exact=not fast)
     tokenizer = load_tokenizer(model, opened.cfg.vocab)
     kind, chat = opened.cfg.model_type, prompt is not None and not raw
@@ -177,7 +174,7 @@ def generate(
         print(json.dumps(finish._asdict() | {"tool_calls": [call._asdict() for call in finish.tool_calls]}))
         return
     print()
-    print(speed(finish), file=sys.stderr)
+    print(finish.summary(), file=sys.stderr)
 
 
 @app.command()
@@ -194,7 +191,7 @@ def serve(
     drain_s: Annotated[float, typer.Option("--drain-seconds", min=0, help="Running answers may end in.")] = 30.0,
     fast: Fast = False,
 ) -> None:
-    """Serve OpenAI's chat and text completions over HTTP."""
+    """Serve OpenAI's chat and text completions and Anthropic's messages over HTTP."""
     import socket
 
     from engine.device import open_device
@@ -270,14 +267,6 @@ def score(
         for token, log_prob in zip(report.token_ids, report.log_probs, strict=True):
             print(f"{token:>8} {'' if log_prob is None else f'{log_prob:.4f}'}")
     show({"tokens": len(ids), "perplexity": report.perplexity} if not as_json else report._asdict(), as_json)
-
-
-def speed(finish: "Finish") -> str:
-    """How fast an answer came."""
-    return (
-        f"{finish.prompt_tokens} + {finish.completion_tokens} tokens, first after {finish.ttft_s:.2f} s, "
-        f"then {finish.tokens_per_s:.2f} tok/s, {finish.bytes_read / 2**20:.1f} MiB read"
-    )
 
 
 def parse_ids(text: str) -> tuple[int, ...]:

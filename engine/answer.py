@@ -33,6 +33,13 @@ class Finish(NamedTuple):
     tokens_per_s: float  # of the tokens after the first; 0 for a single one
     bytes_read: int
 
+    def summary(self) -> str:
+        """How fast it came, in a line."""
+        return (
+            f"{self.prompt_tokens} + {self.completion_tokens} tokens, first after {self.ttft_s:.2f} s, "
+            f"then {self.tokens_per_s:.2f} tok/s, {self.bytes_read / 2**20:.1f} MiB read"
+        )
+
 
 class StopFilter:
     """Cuts a text stream at the first of several strings, holding back what might begin one."""
@@ -96,7 +103,7 @@ class Transcript:
 
     def finish(self) -> list[Delta]:
         """The rest, when no token follows."""
-        return self._take([*self._parser.finish()]) + self._keep(Delta("content", self._cut.flush()))
+        return self._take(self._parser.finish()) + self._keep(Delta("content", self._cut.flush()))
 
     def text(self, channel: str, call: int | None = None) -> str:
         """All that a channel has said."""

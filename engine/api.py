@@ -63,9 +63,9 @@ class Options(Struct, kw_only=True):
 
     def sampling(self) -> dict[str, Any]:
         """What was chosen of the sampling; top_k -1 means 0, all tokens."""
-        names = ("temperature", "top_k", "top_p", "min_p", "seed")
-        chosen = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return chosen | ({"top_k": 0} if self.top_k == -1 else {})
+        chosen = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p")}
+        top_k = 0 if self.top_k == -1 else self.top_k
+        return chosen | {"top_k": top_k, "seed": self.seed}
 
     def stops(self) -> list[str]:
         """Strings that end the answer."""
@@ -93,6 +93,10 @@ class ChatRequest(Options, kw_only=True):
     response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     logprobs: bool | None = None
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as ``engine.chat`` takes them."""
+        return self.messages
 
     def frame(self) -> Frame:
         """What surrounds the messages in the prompt."""

@@ -74,14 +74,10 @@ async def detokenize(request: Request) -> HTTPResponse:
 
 
 async def chat(request: Request) -> HTTPResponse | None:
-    service, body = service_of(request), api.decode(request.body, api.ChatRequest)
+    body = api.decode(request.body, api.ChatRequest)
     body.expect_supported()
-    frame = body.frame()
-    ids = await _prompt(service, body.messages, frame)
-    parser = parser_for(service.tokenizer, service.cfg.model_type, thinking=frame.thinking)
-    job = _job(service, ids, body.sampling(), body.max_completion_tokens or body.max_tokens)
-    reply = Reply(service.name, chat=True, with_usage=body.wants_usage())
-    return await _answer(request, job, Transcript(parser, body.stops()), reply, stream=bool(body.stream))
+    reply = Reply(service_of(request).name, chat=True, with_usage=body.wants_usage())
+    return await _converse(request, body, body.max_completion_tokens or body.max_tokens, reply)
 
 
 async def completions(request: Request) -> HTTPResponse | None:
@@ -95,13 +91,19 @@ async def completions(request: Request) -> HTTPResponse | None:
 
 
 async def messages(request: Request) -> HTTPResponse | None:
-    service, body = service_of(request), api.decode(request.body, MessagesRequest)
-    frame = body.frame()
+    body = api.decode(request.body, MessagesRequest)
+    return await _converse(request, body, body.max_tokens, MessagesReply(service_of(request).name))
+
+
+async def _converse(
+    request: Request, body: api.ChatRequest | MessagesRequest, max_tokens: int | None, reply: Reply | MessagesReply
+) -> HTTPResponse | None:
+    """Answer a conversation, of whichever API."""
+    service, frame = service_of(request), body.frame()
     ids = await _prompt(service, body.conversation(), frame)
     parser = parser_for(service.tokenizer, service.cfg.model_type, thinking=frame.thinking)
-    job = _job(service, ids, body.sampling(), body.max_tokens)
-    transcript = Transcript(parser, body.stops())
-    return await _answer(request, job, transcript, MessagesReply(service.name), stream=bool(body.stream))
+    job = _job(service, ids, body.sampling(), max_tokens)
+    return await _answer(request, job, Transcript(parser, body.stops()), reply, stream=bool(body.stream))
 
 
 async def count_tokens(request: Request) -> HTTPResponse:

@@ -63,8 +63,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
     def sampling(self) -> dict[str, Any]:
         """What was chosen of the sampling."""
-        names = ("temperature", "top_k", "top_p")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
 
     def stops(self) -> list[str]:
         """Strings that end the answer."""
@@ -188,10 +187,9 @@ class MessagesReply:
     def end(self, reason: str, transcript: Transcript, usage: Usage) -> str:
         """Last frames."""
         last = {"type": "message_delta", "delta": self._stop(reason, transcript)}
-        counts = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
         return (
             self._close()
-            + event(last | {"usage": counts}, "message_delta")
+            + event(last | {"usage": _counts(usage)}, "message_delta")
             + event({"type": "message_stop"}, "message_stop")
         )
 
@@ -200,10 +198,9 @@ class MessagesReply:
         return event(error_body(refusal), "error")
 
     def _message(self, usage: Usage) -> dict[str, Any]:
-        counts = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
         return {
             "id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": [],
-            "stop_reason": None, "stop_sequence": None, "usage": counts,
+            "stop_reason": None, "stop_sequence": None, "usage": _counts(usage),
         }  # fmt: skip
 
     def _stop(self, reason: str, transcript: Transcript) -> dict[str, Any]:
@@ -220,6 +217,10 @@ class MessagesReply:
 
     def _event(self, name: str, **rest: Any) -> str:
         return event({"type": name, "index": self._block} | rest, name)
+
+
+def _counts(usage: Usage) -> dict[str, int]:
+    return {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
 
 
 def _call_id() -> str:

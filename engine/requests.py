@@ -56,6 +56,8 @@ class Request:
 def sampling_for(folder: Path, chosen: dict[str, Any]) -> Sampling:
     """Sampling with the caller's choices over the model's ``generation_config.json`` over the vendor's 1.0 and 0.95.
 
+    A choice of None is no choice.
+
     Raises:
         RequestError: a value is out of range, or the file is no JSON object.
     """
@@ -66,9 +68,9 @@ def sampling_for(folder: Path, chosen: dict[str, Any]) -> Sampling:
             stored = json.loads(path.read_text())
         except ValueError as error:
             raise RequestError(f"{path} is no JSON ({error})") from None
-    names = ("temperature", "top_k", "top_p", "min_p")
-    defaults = {name: stored[name] for name in names if stored.get(name) is not None}
-    return Sampling(**({"temperature": 1.0, "top_p": 0.95} | defaults | chosen))
+    defaults = {name: stored.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    known = [{name: value for name, value in layer.items() if value is not None} for layer in (defaults, chosen)]
+    return Sampling(**({"temperature": 1.0, "top_p": 0.95} | known[0] | known[1]))
 
 
 def check_ids(ids: tuple[int, ...], vocab: int) -> None:
